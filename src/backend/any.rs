@@ -303,8 +303,8 @@ impl LockRegistry for AnyBackend {
         delegate!(self, store => store.force_release(lock).await)
     }
 
-    async fn list(&self, name: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
-        delegate!(self, store => LockRegistry::list(store, name, from, most).await)
+    async fn list(&self, name: &Key, from: Cursor, max: usize) -> Result<LockPage, StoreError> {
+        delegate!(self, store => LockRegistry::list(store, name, from, max).await)
     }
 }
 
@@ -389,8 +389,8 @@ impl IdempotencyRegistry for AnyBackend {
         delegate!(self, store => store.complete_unknown(status, response, retention).await)
     }
 
-    async fn list(&self, scope: Option<&Key>, from: Cursor, most: usize) -> Result<OperationPage, StoreError> {
-        delegate!(self, store => IdempotencyRegistry::list(store, scope, from, most).await)
+    async fn list(&self, scope: Option<&Key>, from: Cursor, max: usize) -> Result<OperationPage, StoreError> {
+        delegate!(self, store => IdempotencyRegistry::list(store, scope, from, max).await)
     }
 }
 

@@ -184,7 +184,7 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
     }
 
     /// A page of the operations in the [scope](Self::scope), in any state. Begin with [`Cursor::default`], and continue with
-    /// [`OperationPage::next`] until it is `None`. Each call scans about `most` stored entries, from 1 to 1,000.
+    /// [`OperationPage::next`] until it is `None`. Each call scans about `max` stored entries, from 1 to 1,000.
     ///
     /// Entries that this crate did not write are left out. If you [inspect](Self::inspect) such an operation, you get an error.
     /// An operation that is stored during the whole scan is on at least one page, and may be on two. It can be missing if a
@@ -194,8 +194,8 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
     /// # Errors
     ///
     /// If the store fails.
-    pub async fn list(&self, from: Cursor, most: usize) -> Result<OperationPage, StoreError> {
-        let call = self.store.list(self.scope.as_ref(), from, most.clamp(1, 1_000));
+    pub async fn list(&self, from: Cursor, max: usize) -> Result<OperationPage, StoreError> {
+        let call = self.store.list(self.scope.as_ref(), from, max.clamp(1, 1_000));
         self.within_deadline(call).await
     }
 
@@ -204,8 +204,8 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
     /// # Errors
     ///
     /// If the store fails.
-    pub async fn unknown(&self, from: Cursor, most: usize) -> Result<OperationPage, StoreError> {
-        let mut page = self.list(from, most).await?;
+    pub async fn unknown(&self, from: Cursor, max: usize) -> Result<OperationPage, StoreError> {
+        let mut page = self.list(from, max).await?;
         page.operations.retain(|status| matches!(status.state, OperationState::Unknown { .. }));
         Ok(page)
     }

@@ -149,13 +149,13 @@ impl Coordinator {
     }
 
     /// Counts a new attempt, unless the backend is shut down, or the maximum in total or for its scope is reached.
-    pub(crate) fn admit(self: &Arc<Self>, scope: &Key, most: MaxRunning) -> Result<Running, Rejection> {
+    pub(crate) fn admit(self: &Arc<Self>, scope: &Key, max: MaxRunning) -> Result<Running, Rejection> {
         // Before the total, so that a caller with too many requests gets 429 even if the process is full.
-        let Some(entered) = self.running_per_scope.enter(scope, most.per_scope) else {
+        let Some(entered) = self.running_per_scope.enter(scope, max.per_scope) else {
             let (bound, retry_after) = (ScopeBound::Running, RETRY_FULL);
             return Err(Rejection::ScopeFull { bound, retry_after });
         };
-        match Running::new(self, |coordinator| &coordinator.running, most.in_total) {
+        match Running::new(self, |coordinator| &coordinator.running, max.in_total) {
             Some(mut running) => {
                 running.scope = Some((|coordinator| &coordinator.running_per_scope, entered));
                 // Checked after the attempt is counted, so that either a concurrent shutdown sees the attempt, or this sees the shutdown.
@@ -171,14 +171,14 @@ impl Coordinator {
         }
     }
 
-    /// Counts a new waiter, unless `most` requests wait, or half as many of its scope.
-    pub(super) fn register_waiter(self: &Arc<Self>, scope: Option<&Key>, most: usize) -> Option<Running> {
+    /// Counts a new waiter, unless `max` requests wait, or half as many of its scope.
+    pub(super) fn register_waiter(self: &Arc<Self>, scope: Option<&Key>, max: usize) -> Option<Running> {
         let waiting_per_scope: ScopeCounts = |coordinator| &coordinator.waiting_per_scope;
         let entered = match scope {
-            Some(scope) => Some((waiting_per_scope, self.waiting_per_scope.enter(scope, most.div_ceil(2))?)),
+            Some(scope) => Some((waiting_per_scope, self.waiting_per_scope.enter(scope, max.div_ceil(2))?)),
             None => None,
         };
-        match Running::new(self, |coordinator| &coordinator.waiting, most) {
+        match Running::new(self, |coordinator| &coordinator.waiting, max) {
             Some(mut waiting) => {
                 waiting.scope = entered;
                 Some(waiting)
@@ -250,9 +250,9 @@ pub(crate) struct Running {
 }
 
 impl Running {
-    fn new(coordinator: &Arc<Coordinator>, count: fn(&Coordinator) -> &AtomicUsize, most: usize) -> Option<Self> {
+    fn new(coordinator: &Arc<Coordinator>, count: fn(&Coordinator) -> &AtomicUsize, max: usize) -> Option<Self> {
         // Never exceed the maximum, not even for a moment. Otherwise the last work that ends might not see that it is the last.
-        let add = |running| (running < most).then_some(running + 1);
+        let add = |running| (running < max).then_some(running + 1);
         count(coordinator).fetch_update(Ordering::SeqCst, Ordering::SeqCst, add).ok()?;
         Some(Self { coordinator: Arc::clone(coordinator), count, scope: None })
     }
@@ -294,14 +294,11 @@ mod tests {
     #[test]
     fn rejected_or_ended_work_is_not_counted_for_its_scope() {
         let coordinator = Coordinator::new(MemoryBackend::new());
-        let (most, [alice, bob]) = (MaxRunning { in_total: 2, per_scope: 1 }, ["alice", "bob"].map(Key::from));
+        let (max, [alice, bob]) = (MaxRunning { in_total: 2, per_scope: 1 }, ["alice", "bob"].map(Key::from));
         let running =
-            [&alice, &bob].map(|scope| coordinator.admit(scope, most).unwrap_or_else(|refused| panic!("{refused}")));
-        assert!(matches!(
-            coordinator.admit(&alice, most),
-            Err(Rejection::ScopeFull { bound: ScopeBound::Running, .. })
-        ));
-        assert!(matches!(coordinator.admit(&Key::from("carol"), most), Err(Rejection::Full)));
+            [&alice, &bob].map(|scope| coordinator.admit(scope, max).unwrap_or_else(|refused| panic!("{refused}")));
+        assert!(matches!(coordinator.admit(&alice, max), Err(Rejection::ScopeFull { bound: ScopeBound::Running, .. })));
+        assert!(matches!(coordinator.admit(&Key::from("carol"), max), Err(Rejection::Full)));
         drop(running);
         assert!(coordinator.running_per_scope.is_empty());
     }

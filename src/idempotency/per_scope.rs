@@ -15,12 +15,12 @@ pub(super) struct PerScope {
 }
 
 impl PerScope {
-    /// Counts one more, unless the scope has `most` already. Returns the hash to [give back](Self::leave).
-    pub(super) fn enter(&self, scope: &Key, most: usize) -> Option<u64> {
+    /// Counts one more, unless the scope has `max` already. Returns the hash to [give back](Self::leave).
+    pub(super) fn enter(&self, scope: &Key, max: usize) -> Option<u64> {
         let hash = self.hasher.hash_one(scope.as_hashed());
         let mut part = self.part(hash);
         let count = part.entry(hash).or_default();
-        if *count >= most {
+        if *count >= max {
             if *count == 0 {
                 part.remove(&hash);
             }

@@ -156,13 +156,13 @@ pub trait IdempotencyRegistry: IdempotencyStore {
         retention: Duration,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// The operations of a scope, or all operations. Scans about `most` stored entries, and returns the operations with a record
+    /// The operations of a scope, or all operations. Scans about `max` stored entries, and returns the operations with a record
     /// among them and the next cursor.
     fn list(
         &self,
         scope: Option<&Key>,
         from: Cursor,
-        most: usize,
+        max: usize,
     ) -> impl Future<Output = Result<OperationPage, StoreError>> + Send;
 }
 
@@ -191,7 +191,7 @@ pub struct RecordBound {
     /// over all routes.
     pub scope: Key,
     /// The maximum number. Operations that have a record already are not affected.
-    pub most: u64,
+    pub max: u64,
 }
 
 impl Claim {

@@ -76,7 +76,7 @@ impl<B: LockRegistry + Sync> LockAdmin<B> {
     }
 
     /// The held locks with this name, page by page: begin with [`Cursor::default`] and continue with [`LockPage::next`] until
-    /// it is `None`. Each page scans about `most` entries of the backend, 1 to 1,000.
+    /// it is `None`. Each page scans about `max` entries of the backend, 1 to 1,000.
     ///
     /// Foreign data in the place of a lock is left out, and is an error for [`inspect`](Self::inspect). A lock that is held all
     /// the time is on one or two pages, unless a cluster moves its slot or a replica is promoted meanwhile. In the end this
@@ -85,8 +85,8 @@ impl<B: LockRegistry + Sync> LockAdmin<B> {
     /// # Errors
     ///
     /// If the store fails.
-    pub async fn list(&self, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
-        Deadline::new(self.store.list(&self.name, from, most.clamp(1, 1_000)), self.deadline).await
+    pub async fn list(&self, from: Cursor, max: usize) -> Result<LockPage, StoreError> {
+        Deadline::new(self.store.list(&self.name, from, max.clamp(1, 1_000)), self.deadline).await
     }
 
     /// Releases the lock of `key` by force, for a holder that hangs and cannot be stopped.

@@ -98,9 +98,9 @@ pub trait LockRegistry: LockStore {
     /// Releases a lease of all holders by force.
     fn force_release(&self, lock: &LockKey) -> impl Future<Output = Result<ForceReleased, StoreError>> + Send;
 
-    /// The held leases of the locks with a name. Scans about `most` stored entries, and returns the held ones among them and the next
+    /// The held leases of the locks with a name. Scans about `max` stored entries, and returns the held ones among them and the next
     /// cursor.
-    fn list(&self, name: &Key, from: Cursor, most: usize) -> impl Future<Output = Result<LockPage, StoreError>> + Send;
+    fn list(&self, name: &Key, from: Cursor, max: usize) -> impl Future<Output = Result<LockPage, StoreError>> + Send;
 }
 
 /// The parameters of an acquisition.

@@ -84,7 +84,7 @@ impl LimitParams {
     }
 
     /// The most units that count, debts included.
-    fn most(&self) -> u64 {
+    fn max(&self) -> u64 {
         (2 * self.capacity).min(Quota::MAX_UNITS)
     }
 
@@ -127,7 +127,7 @@ impl LimitParams {
     /// How long a bucket needs to be full again after the largest debt, in us.
     #[cfg(feature = "redis")]
     pub(crate) fn longest_refill(&self) -> u64 {
-        self.time_to_refill(self.most() * self.span, 0)
+        self.time_to_refill(self.max() * self.span, 0)
     }
 
     /// The units of the last window that still count, so long after the start of the current one.
@@ -277,16 +277,16 @@ impl Count {
     /// Charges `units` at `now`, to which the state was advanced, even if they do not fit. The total stays at or below twice the capacity.
     #[inline]
     pub(crate) fn charge(&mut self, params: &LimitParams, now: u64, units: u64) {
-        let most = params.most();
+        let max = params.max();
         if let Self::TokenBucket { debt, part, .. } = self {
-            let deepest = most * params.span;
-            *debt = add(*debt, units.min(most) * params.span, deepest);
+            let deepest = max * params.span;
+            *debt = add(*debt, units.min(max) * params.span, deepest);
             if *debt >= deepest {
                 *part = 0;
             }
             return;
         }
-        let room = most.saturating_sub(self.used(params, now));
+        let room = max.saturating_sub(self.used(params, now));
         if let Self::FixedWindow { used: current, .. } | Self::SlidingWindow { current, .. } = self {
             // Units of the previous window count as well.
             *current += units.min(room);
@@ -320,8 +320,8 @@ impl Count {
     /// Gives back `units` that were charged at the instant `at`, as far as they still count at `now`. `missing` is the number of tokens
     /// missing from a bucket then, or 0 if unknown.
     pub(crate) fn refund(&mut self, params: &LimitParams, now: u64, at: u64, missing: u64, units: u64) {
-        let most = params.most();
-        let (units, missing) = (units.min(most), missing.min(most));
+        let max = params.max();
+        let (units, missing) = (units.min(max), missing.min(max));
         match self {
             Self::TokenBucket { since, debt, part } if at >= *since => {
                 // Without the charge, the bucket might have been full for a while, and that refill would have been lost. A token that was
@@ -351,10 +351,10 @@ impl Count {
 
     /// Converts the state to other parameters of the same algorithm.
     fn carried_over(mut self, old: &LimitParams, new: &LimitParams, change: QuotaChange) -> Self {
-        let most = new.most();
+        let max = new.max();
         let convert = |used: u64| match change {
-            QuotaChange::Proportional => scale_up(used, new.capacity, old.capacity.max(1)).min(most),
-            QuotaChange::Keep | QuotaChange::Reset => used.min(most),
+            QuotaChange::Proportional => scale_up(used, new.capacity, old.capacity.max(1)).min(max),
+            QuotaChange::Keep | QuotaChange::Reset => used.min(max),
         };
         match &mut self {
             Self::TokenBucket { debt, part, .. } => {
@@ -370,9 +370,9 @@ impl Count {
     }
 }
 
-/// `value + more`, at most `most`, but never less than `value`.
-fn add(value: u64, more: u64, most: u64) -> u64 {
-    value.saturating_add(more).min(most.max(value))
+/// `value + more`, at most `max`, but never less than `value`.
+fn add(value: u64, more: u64, max: u64) -> u64 {
+    value.saturating_add(more).min(max.max(value))
 }
 
 /// A debt with a missing part, rounded up.
@@ -475,13 +475,13 @@ mod tests {
     proptest! {
         #[test]
         fn bucket_products_are_exact_and_rates_hardly_slower(quota in quotas(), burst in units()) {
-            let most = u128::from(Quota::MAX_UNITS);
+            let max = u128::from(Quota::MAX_UNITS);
             let limits = [Some(quota.token_bucket()), quota.burst(burst).ok().map(BurstQuota::token_bucket)];
             for limit in limits.into_iter().flatten() {
                 let LimitParams { span, step, capacity, parts, .. } = LimitParams::new(limit);
                 let [span, step, capacity, parts] = [span, step, capacity, parts.into()].map(u128::from);
-                prop_assert!(span * capacity <= most && step < 1 << 56 && parts <= 1 << 26);
-                prop_assert!(parts == 1 || step * parts <= most);
+                prop_assert!(span * capacity <= max && step < 1 << 56 && parts <= 1 << 26);
+                prop_assert!(parts == 1 || step * parts <= max);
                 // The rate is `step / (parts * span)` tokens per us, and should be `limit / window`.
                 let (is, should_be) = (step * u128::from(quota.window_us()), parts * span * u128::from(quota.limit()));
                 prop_assert!(is <= should_be && (should_be - is) <= should_be / 100_000_000, "{is} {should_be}");
@@ -491,9 +491,9 @@ mod tests {
         #[test]
         fn sliding_window_products_are_exact(quota in quotas()) {
             let params = LimitParams::new(quota.sliding_window());
-            let (steps, most) = (params.steps(), Quota::MAX_UNITS);
+            let (steps, max) = (params.steps(), Quota::MAX_UNITS);
             // The remainder of a count divided by the steps, times at most all steps.
-            prop_assert!(u128::from(steps.min(params.most())) * u128::from(steps) <= u128::from(most));
+            prop_assert!(u128::from(steps.min(params.max())) * u128::from(steps) <= u128::from(max));
             prop_assert!(params.step == 1 || steps > 67_000_000 / 2);
             if u128::from(quota.limit()) * u128::from(quota.window_us()) <= u128::from(EXACT) {
                 prop_assert_eq!(params.step, 1);
@@ -503,9 +503,9 @@ mod tests {
 
     #[test]
     fn product_beyond_64_bits_is_scaled_exactly() {
-        let most = Quota::MAX_UNITS;
-        assert_eq!((scale_up(most, most, most), scale_down(most, most, most)), (most, most));
-        assert_eq!((scale_up(most - 1, most, most - 2), scale_down(most - 1, most, most - 2)), (most + 2, most + 1));
+        let max = Quota::MAX_UNITS;
+        assert_eq!((scale_up(max, max, max), scale_down(max, max, max)), (max, max));
+        assert_eq!((scale_up(max - 1, max, max - 2), scale_down(max - 1, max, max - 2)), (max + 2, max + 1));
         assert_eq!((scale_up(7, 2, 4), scale_down(7, 2, 4), scale_down(7, 2, 0)), (4, 3, 0));
     }
 }

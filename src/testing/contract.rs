@@ -280,14 +280,14 @@ pub async fn longest_windows_and_largest_costs_are_counted<B: RateLimitStore + C
     let [_, log, ..] = limits_of(Quota::MAX_SLIDING_LOG, Quota::MAX_WINDOW);
     let largest = Quota::new(Quota::MAX_UNITS, Quota::MAX_WINDOW).unwrap();
     for limit in [largest.fixed_window(), log] {
-        let most = limit.quota().limit();
+        let max = limit.quota().limit();
         let limiter = limiter(&store, "longest", limit);
-        assert_eq!(limiter.check_cost("alice", most - 1).await.unwrap().remaining(), Some(1));
+        assert_eq!(limiter.check_cost("alice", max - 1).await.unwrap().remaining(), Some(1));
         assert_eq!(limiter.check("alice").await.unwrap().remaining(), Some(0));
-        let wait = limiter.check_cost("alice", most).await.unwrap().retry_after().unwrap();
+        let wait = limiter.check_cost("alice", max).await.unwrap().retry_after().unwrap();
         assert!(wait <= Quota::MAX_WINDOW && wait > Quota::MAX_WINDOW - Duration::from_secs(60), "{wait:?}");
         limiter.reset("alice").await.unwrap();
-        assert!(limiter.check_cost("alice", most).await.unwrap().is_allowed());
+        assert!(limiter.check_cost("alice", max).await.unwrap().is_allowed());
     }
 }
 
@@ -357,8 +357,8 @@ pub async fn sliding_window_fades<B: RateLimitStore + Clone>(store: B) {
     let asked = opened.elapsed();
     let left = limiter.peek("alice").await.unwrap().remaining().unwrap();
     let fraction = |elapsed: Duration| (elapsed.as_secs_f64() / SHORT.as_secs_f64() - 1.0).min(1.0) * 100.0;
-    let (least, most) = (fraction(asked) - 1.5, fraction(start.elapsed()) + 1.5);
-    assert!((least..=most).contains(&(left as f64)), "{left} is not between {least} and {most}");
+    let (least, max) = (fraction(asked) - 1.5, fraction(start.elapsed()) + 1.5);
+    assert!((least..=max).contains(&(left as f64)), "{left} is not between {least} and {max}");
 }
 
 /// The largest quotas and windows, and unusual ones, do not overflow.
@@ -374,10 +374,10 @@ pub async fn largest_numbers_fit_every_algorithm<B: RateLimitStore + Clone>(stor
         Quota::per_second(Quota::MAX_UNITS),
     ]) {
         for limit in [quota.token_bucket(), quota.sliding_window(), quota.fixed_window()] {
-            let most = limit.capacity();
+            let max = limit.capacity();
             let limiter = limiter(&store, "largest", limit);
-            assert_eq!(limiter.check_cost("alice", most).await.unwrap().remaining(), Some(0), "{limit:?}");
-            let decision = limiter.check_cost("alice", most).await.unwrap();
+            assert_eq!(limiter.check_cost("alice", max).await.unwrap().remaining(), Some(0), "{limit:?}");
+            let decision = limiter.check_cost("alice", max).await.unwrap();
             // Such a fast bucket may already be full again.
             if quota.window() > SHORT {
                 let wait = decision.retry_after().unwrap();
@@ -610,8 +610,8 @@ pub async fn refund_creates_no_tokens<B: RateLimitStore + Clone>(store: B) {
     limiter.settle("alice", receipt, -10).await.unwrap();
     let left = limiter.peek("alice").await.unwrap().remaining().unwrap();
     // Without the first charge, the bucket would have been full before the second.
-    let most = 1 + start.elapsed().saturating_sub(SHORT * 9 / 10).as_millis() as u64 / 100 + 1;
-    assert!(left <= most, "{left} of 10 are left, and at most {most} are correct");
+    let max = 1 + start.elapsed().saturating_sub(SHORT * 9 / 10).as_millis() as u64 / 100 + 1;
+    assert!(left <= max, "{left} of 10 are left, and at most {max} are correct");
 
     // While other requests keep the bucket from filling up, the whole refund counts.
     let limiter = limiter_of_a_busy_bucket(&store);

@@ -696,25 +696,25 @@ pub async fn dead_jobs_are_bounded_and_can_be_replayed<S: DelayQueueStore>(store
 /// An idle worker is woken by a job that is due earlier than the last reply said.
 pub async fn earlier_job_wakes_waiting_worker<S: DelayQueueStore>(store: S) {
     let worker = claim(1, LONG);
-    let mut wakeups = store.watch(&queue(), worker.worker).await;
+    let mut notifications = store.watch(&queue(), worker.worker).await;
     push(&store, &[later("z", LONG)]).await;
     // A worker also polls by itself, so a job that is due much later than that need not wake it.
     for (id, delay) in [("b", SHORT * 2), ("a", Duration::ZERO)] {
         // No job is due until then.
         let claimed = store.claim(&queue(), &[], &worker).await.unwrap();
         assert!(claimed.jobs.is_empty());
-        while timeout(Duration::from_millis(50), wakeups.next()).await.is_ok() {}
+        while timeout(Duration::from_millis(50), notifications.next()).await.is_ok() {}
         push(&store, &[later(id, delay)]).await;
-        timeout(Duration::from_secs(4), wakeups.next()).await.expect("an earlier job wakes the worker");
+        timeout(Duration::from_secs(4), notifications.next()).await.expect("an earlier job wakes the worker");
     }
     let jobs = store.claim(&queue(), &[], &worker).await.unwrap().jobs;
     assert_eq!(names(&jobs), ["a"]);
     // A job that another worker returns also wakes it.
     let waiting = store.claim(&queue(), &[], &Claim { limit: 100, ..worker }).await.unwrap();
     assert!(waiting.jobs.is_empty());
-    while timeout(Duration::from_millis(50), wakeups.next()).await.is_ok() {}
+    while timeout(Duration::from_millis(50), notifications.next()).await.is_ok() {}
     assert_eq!(finish(&store, &jobs[0], AckKind::Release).await, Finished::Done);
-    timeout(Duration::from_secs(4), wakeups.next()).await.expect("a released job wakes the worker");
+    timeout(Duration::from_secs(4), notifications.next()).await.expect("a released job wakes the worker");
 }
 
 /// Names and ids of any length and bytes are distinct, and payloads of any bytes come back unchanged.

@@ -550,8 +550,8 @@ impl<S: LockRegistry + Sync> LockRegistry for FaultStore<S> {
         self.faults.around(Verb::Admin, self.inner.force_release(lock)).await
     }
 
-    async fn list(&self, name: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
-        self.faults.around(Verb::Admin, self.inner.list(name, from, most)).await
+    async fn list(&self, name: &Key, from: Cursor, max: usize) -> Result<LockPage, StoreError> {
+        self.faults.around(Verb::Admin, self.inner.list(name, from, max)).await
     }
 }
 
@@ -573,8 +573,8 @@ impl<S: IdempotencyRegistry + Sync> IdempotencyRegistry for FaultStore<S> {
         self.faults.around(Verb::Admin, self.inner.complete_unknown(status, answer, retention)).await
     }
 
-    async fn list(&self, scope: Option<&Key>, from: Cursor, most: usize) -> Result<OperationPage, StoreError> {
-        self.faults.around(Verb::Admin, self.inner.list(scope, from, most)).await
+    async fn list(&self, scope: Option<&Key>, from: Cursor, max: usize) -> Result<OperationPage, StoreError> {
+        self.faults.around(Verb::Admin, self.inner.list(scope, from, max)).await
     }
 }
 

@@ -400,12 +400,12 @@ pub async fn watcher_is_notified<S: IdempotencyStore>(store: S) {
     for number in 0..2_u32 {
         let (operation, claim) = (Operation::new("watched", number), claim(LONG));
         take(&store, &operation, &claim).await;
-        let mut wakeups = [store.watch(&operation).await, store.watch(&operation).await];
+        let mut notifications = [store.watch(&operation).await, store.watch(&operation).await];
         // A precautionary notification may arrive now, but not each time.
         let mut renewals = 0;
         loop {
             assert!(store.renew(&operation, &claim, &payload(1)).await.unwrap());
-            if timeout(Duration::from_millis(300), wakeups[0].next()).await.is_err() {
+            if timeout(Duration::from_millis(300), notifications[0].next()).await.is_err() {
                 break;
             }
             renewals += 1;
@@ -416,8 +416,8 @@ pub async fn watcher_is_notified<S: IdempotencyStore>(store: S) {
         } else {
             assert!(store.release(&operation, &claim).await.unwrap());
         }
-        for wakeups in &mut wakeups {
-            timeout(Duration::from_secs(10), wakeups.next()).await.expect("a notification");
+        for notifications in &mut notifications {
+            timeout(Duration::from_secs(10), notifications.next()).await.expect("a notification");
         }
         assert!(!is_in_flight(&begin(&store, &operation).await));
     }
@@ -454,7 +454,7 @@ pub async fn one_of_many_racing_requests_begins<S: IdempotencyStore + Send + Syn
 /// before. A store that counts approximately may refuse later, but refuses in the end.
 pub async fn records_of_a_scope_are_bounded<S: IdempotencyStore>(store: S) {
     const MOST: u64 = 3;
-    let bounded = |scope: &str| Claim { bound: Some(RecordBound { scope: scope.into(), most: MOST }), ..claim(LONG) };
+    let bounded = |scope: &str| Claim { bound: Some(RecordBound { scope: scope.into(), max: MOST }), ..claim(LONG) };
     let operation = |scope: &str, number: u64| Operation::new((scope, number % 2), number);
     let mut claims = Vec::new();
     loop {

@@ -108,15 +108,15 @@ pub async fn takeover_mark_is_not_a_checkpoint<S: IdempotencyRegistry + Clone + 
 pub async fn forgotten_operation_begins_again<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     let admin = IdempotencyAdmin::new(store.clone());
     let mut last = (0, 0);
-    for turn in 0..4 {
-        let claim = Claim { head: Digest([turn; 16]), ..claim(if turn == 1 { SHORT } else { LONG }) };
+    for round in 0..4 {
+        let claim = Claim { head: Digest([round; 16]), ..claim(if round == 1 { SHORT } else { LONG }) };
         let begun = take(&store, &claim).await;
         assert!(begun.0 > last.0 && begun.1 == last.1 + 1, "{begun:?} after {last:?}");
         last = begun;
-        match turn {
+        match round {
             0 => {}
             1 => sleep(SHORT * 3).await,
-            _ => assert!(store.complete(&operation(), &claim.token, &completion(turn == 2)).await.unwrap()),
+            _ => assert!(store.complete(&operation(), &claim.token, &completion(round == 2)).await.unwrap()),
         }
         let status = inspect(&store).await;
         for _ in 0..2 {
@@ -311,11 +311,11 @@ pub async fn operations_are_listed<S: IdempotencyRegistry + Clone + Sync>(store:
     for scope in ["order", "orders:x", "orders*", "o?ders"] {
         store.begin(&Operation::new(scope, "a"), &claim(LONG)).await.unwrap();
     }
-    for most in [1, 7, 1_000] {
-        let found = all(async |from| admin.list(from, most).await).await;
+    for max in [1, 7, 1_000] {
+        let found = all(async |from| admin.list(from, max).await).await;
         let mut names: Vec<_> = found.into_keys().collect();
         names.sort();
-        assert_eq!(names, expected, "{most} at a time");
+        assert_eq!(names, expected, "{max} at a time");
     }
     let past = Cursor { part: u32::MAX, position: 0 };
     assert_eq!(admin.list(past, 10).await.unwrap(), OperationPage { operations: Vec::new(), next: None });
@@ -339,13 +339,13 @@ pub async fn operations_are_listed<S: IdempotencyRegistry + Clone + Sync>(store:
 /// A watcher gets a notification when an operator forgets or completes the operation.
 pub async fn waiter_is_notified_of_a_manual_change<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     take(&store, &claim(LONG)).await;
-    let mut wakeups = store.watch(&operation()).await;
+    let mut notifications = store.watch(&operation()).await;
     // A precautionary notification may arrive now.
-    while timeout(Duration::from_millis(300), wakeups.next()).await.is_ok() {}
+    while timeout(Duration::from_millis(300), notifications.next()).await.is_ok() {}
     assert!(store.forget(&inspect(&store).await).await.unwrap());
-    timeout(Duration::from_secs(10), wakeups.next()).await.expect("a notification");
+    timeout(Duration::from_secs(10), notifications.next()).await.expect("a notification");
     let (_, _, unknown) = lose(&store).await;
-    while timeout(Duration::from_millis(300), wakeups.next()).await.is_ok() {}
+    while timeout(Duration::from_millis(300), notifications.next()).await.is_ok() {}
     assert!(store.complete_unknown(&unknown, &answer("x"), LONG).await.unwrap());
-    timeout(Duration::from_secs(10), wakeups.next()).await.expect("a notification");
+    timeout(Duration::from_secs(10), notifications.next()).await.expect("a notification");
 }

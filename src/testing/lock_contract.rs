@@ -271,8 +271,8 @@ pub async fn release_wakes_watchers<S: LockStore>(store: S) {
     take(&store, &lock("a"), &holder).await;
     let (mut one, mut other) = (store.watch(&lock("a"), None).await, store.watch(&lock("a"), None).await);
     store.release(&lock("a"), &holder.token).await.unwrap();
-    for wakeups in [&mut one, &mut other] {
-        timeout(SLACK, wakeups.next()).await.expect("a notification");
+    for notifications in [&mut one, &mut other] {
+        timeout(SLACK, notifications.next()).await.expect("a notification");
     }
     take(&store, &lock("a"), &holder).await;
     drop((one, other));
@@ -599,14 +599,14 @@ pub async fn semaphore_grants_its_permits<S: LockStore + Clone + Send + Sync + '
 pub async fn permits_are_exact<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let clients =
         [(); 2].map(|()| Semaphore::new(store.clone(), "semaphores", 5).deadline(Duration::from_secs(10)).wait(LONG));
-    let (inside, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let (inside, max) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let mut tasks = JoinSet::new();
     for task in 0..24 {
-        let (semaphore, inside, most) = (clients[task % 2].clone(), Arc::clone(&inside), Arc::clone(&most));
+        let (semaphore, inside, max) = (clients[task % 2].clone(), Arc::clone(&inside), Arc::clone(&max));
         tasks.spawn(async move {
             for _ in 0..10 {
                 let permit = semaphore.acquire("a").await.unwrap();
-                most.fetch_max(inside.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                max.fetch_max(inside.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
                 sleep(Duration::from_millis(2)).await;
                 inside.fetch_sub(1, Ordering::SeqCst);
                 drop(permit);
@@ -614,7 +614,7 @@ pub async fn permits_are_exact<S: LockStore + Clone + Send + Sync + 'static>(sto
         });
     }
     tasks.join_all().await;
-    assert_eq!(most.load(Ordering::SeqCst), 5);
+    assert_eq!(max.load(Ordering::SeqCst), 5);
     let many = Semaphore::new(store.clone(), "semaphores", 1_000).deadline(Duration::from_secs(10));
     let mut permits = Vec::new();
     for _ in 0..1_000 {
@@ -939,14 +939,14 @@ pub async fn only_the_next_waiter_is_notified<S: LockStore>(store: S) {
     let holder = queued_claim(false, LONG);
     take(&store, &lock("a"), &holder).await;
     let waiting = [(); 3].map(|()| queued_claim(false, LONG));
-    let mut wakeups = Vec::new();
+    let mut notifications = Vec::new();
     for (i, claim) in waiting.iter().enumerate() {
         assert_eq!(is_first_in_queue(&store, &lock("a"), claim).await, i == 0);
-        wakeups.push(store.watch(&lock("a"), Some(&claim.token)).await);
+        notifications.push(store.watch(&lock("a"), Some(&claim.token)).await);
     }
     // Precautionary notifications may have arrived until now.
-    for wakeups in &mut wakeups {
-        while timeout(Duration::from_millis(50), wakeups.next()).await.is_ok() {}
+    for notifications in &mut notifications {
+        while timeout(Duration::from_millis(50), notifications.next()).await.is_ok() {}
     }
     let quiet = Duration::from_millis(200);
     for turn in 0..3 {
@@ -959,11 +959,11 @@ pub async fn only_the_next_waiter_is_notified<S: LockStore>(store: S) {
         }
         let next = if turn == 0 { 0 } else { 2 };
         if turn < 2 {
-            timeout(SLACK, wakeups[next].next()).await.expect("a notification");
+            timeout(SLACK, notifications[next].next()).await.expect("a notification");
         }
-        for (i, wakeups) in wakeups.iter_mut().enumerate() {
+        for (i, notifications) in notifications.iter_mut().enumerate() {
             if turn < 2 || i < 2 {
-                assert!(timeout(quiet, wakeups.next()).await.is_err(), "waiter {i} was notified in turn {turn}");
+                assert!(timeout(quiet, notifications.next()).await.is_err(), "waiter {i} was notified in turn {turn}");
             }
         }
         if turn == 0 {
@@ -977,11 +977,11 @@ pub async fn only_the_next_waiter_is_notified<S: LockStore>(store: S) {
 pub async fn without_a_queue_all_watchers_are_notified<S: LockStore>(store: S) {
     for holder in [queued_claim(false, LONG), queued_claim(true, LONG)] {
         take(&store, &lock("a"), &holder).await;
-        let mut wakeups = store.watch(&lock("a"), None).await;
+        let mut notifications = store.watch(&lock("a"), None).await;
         // Precautionary notifications may have arrived until now.
-        while timeout(Duration::from_millis(50), wakeups.next()).await.is_ok() {}
+        while timeout(Duration::from_millis(50), notifications.next()).await.is_ok() {}
         assert!(store.release(&lock("a"), &holder.token).await.unwrap().was_held);
-        timeout(SLACK, wakeups.next()).await.expect("a notification");
+        timeout(SLACK, notifications.next()).await.expect("a notification");
     }
     take(&store, &lock("a"), &claim(LONG)).await;
 }
@@ -1138,8 +1138,8 @@ pub async fn fences_are_larger_than_the_floor<S: LockStore>(store: S) {
     for answer in store.acquire_all(&wanted).await.unwrap() {
         assert!(fence(&answer) > Some(floor), "{answer:?}");
     }
-    let most = Claim { floor: u64::MAX, fences: 65_536, ..claim(LONG) };
-    let fence = take(&store, &lock("most"), &most).await;
+    let max = Claim { floor: u64::MAX, fences: 65_536, ..claim(LONG) };
+    let fence = take(&store, &lock("most"), &max).await;
     assert!(fence > Claim::MAX_FLOOR && fence + 65_536 < 1 << 53, "{fence}");
 }
 

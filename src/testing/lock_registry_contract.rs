@@ -81,9 +81,9 @@ pub async fn permit_holders_are_listed_separately<S: LockRegistry + Clone + Send
     let admin = LockAdmin::new(store.clone(), "semaphores").deadline(LONG);
     let mut permits = Vec::new();
     let mut named = HashMap::new();
-    for turn in 0..150 {
-        let permit = clients[turn % 3].acquire("a").await.unwrap();
-        named.insert(permit.fence(), names[turn % 3]);
+    for round in 0..150 {
+        let permit = clients[round % 3].acquire("a").await.unwrap();
+        named.insert(permit.fence(), names[round % 3]);
         permits.push(permit);
     }
     assert_eq!(named.len(), 150, "each has its own fence");
@@ -174,11 +174,11 @@ pub async fn held_locks_are_listed<S: LockRegistry + Clone + Send + Sync + 'stat
     for name in ["order", "orders:x", "orders*", "o?ders"] {
         others.push(Locks::new(store.clone(), name).deadline(Duration::from_secs(10)).lock("a").await.unwrap());
     }
-    for most in [1, 7, 1_000] {
+    for max in [1, 7, 1_000] {
         let mut found = HashMap::new();
         let (mut next, mut pages) = (Some(Cursor::default()), 0);
         while let Some(from) = next {
-            let page = admin.list(from, most).await.unwrap();
+            let page = admin.list(from, max).await.unwrap();
             for status in page.locks {
                 found.insert(status.lock, status.holders[0].fence);
             }
@@ -187,7 +187,7 @@ pub async fn held_locks_are_listed<S: LockRegistry + Clone + Send + Sync + 'stat
             assert!(pages < 3_000, "the list does not end");
         }
         let expected: HashMap<_, _> = leases.iter().map(|lease| (*lease.lock(), lease.fence())).collect();
-        assert_eq!(found, expected, "{most} at a time");
+        assert_eq!(found, expected, "{max} at a time");
     }
     let past = Cursor { part: u32::MAX, position: 0 };
     assert_eq!(admin.list(past, 10).await.unwrap().next, None);

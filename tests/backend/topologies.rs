@@ -488,7 +488,7 @@ mod on_a_cluster {
         let claims = [("done", None), ("given-back", None), ("counted", Some(100))].map(|(key, most)| {
             let token = Token::random().unwrap();
             let mut claim = Claim::new(token, Digest::default(), lease, retention);
-            claim.bound = most.map(|most| RecordBound { scope: Key::new("caller"), most });
+            claim.bound = most.map(|most| RecordBound { scope: Key::new("caller"), max: most });
             (Operation::new("scope", key), claim)
         });
         for (operation, claim) in &claims {

@@ -406,7 +406,7 @@ async fn use_bounds(server: &RedisServer) -> Result<(), BoxError> {
     let (store, scope) = (connect(server).await?, fresh()?);
     let begin = async |key: &str, retention| {
         let mut attempt = Attempt::new(Token::random()?, Digest::default(), Duration::from_millis(10), retention);
-        attempt.bound = Some(RecordBound { scope: (&*scope).into(), most: 1 });
+        attempt.bound = Some(RecordBound { scope: (&*scope).into(), max: 1 });
         let operation = Operation::new(&*scope, key);
         Ok::<_, BoxError>((store.begin(&operation, &attempt).await?, operation, attempt))
     };

@@ -461,7 +461,7 @@ async fn records_of_a_caller_are_counted_until_they_expire() {
     let lease = Duration::from_millis(10);
     let begin = async |scope: &str, number: u32, retention| {
         let mut claim = Claim::new(Token::random().unwrap(), Digest::default(), lease, retention);
-        claim.bound = Some(RecordBound { scope: scope.into(), most: MOST });
+        claim.bound = Some(RecordBound { scope: scope.into(), max: MOST });
         // Each operation has a route of its own, because the bound applies to the caller.
         let operation = Operation::new((scope, "POST", number), number);
         (backend.begin(&operation, &claim).await.unwrap(), operation, claim)

@@ -232,9 +232,9 @@ impl SlidingLog {
     }
 
     fn charge(&mut self, params: &LimitParams, now: u64, units: u64) {
-        let most = (2 * params.capacity).saturating_sub(self.used);
+        let max = (2 * params.capacity).saturating_sub(self.used);
         // It fits into a `u32`: see `Quota::MAX_SLIDING_LOG`.
-        let units = units.min(most) as u32;
+        let units = units.min(max) as u32;
         if units > 0 {
             self.make_room(params.capacity);
             self.requests.push_back((now, units));

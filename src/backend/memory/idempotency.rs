@@ -93,8 +93,8 @@ impl IdempotencyRegistry for MemoryBackend {
         }
     }
 
-    async fn list(&self, scope: Option<&Key>, from: Cursor, most: usize) -> Result<OperationPage, StoreError> {
-        Ok(self.inner.operations.list(scope, from, most))
+    async fn list(&self, scope: Option<&Key>, from: Cursor, max: usize) -> Result<OperationPage, StoreError> {
+        Ok(self.inner.operations.list(scope, from, max))
     }
 }
 

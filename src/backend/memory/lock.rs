@@ -65,8 +65,8 @@ impl LockRegistry for MemoryBackend {
         Ok(self.inner.locks.force_release(lock))
     }
 
-    async fn list(&self, name: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
-        Ok(self.inner.locks.list(name, from, most))
+    async fn list(&self, name: &Key, from: Cursor, max: usize) -> Result<LockPage, StoreError> {
+        Ok(self.inner.locks.list(name, from, max))
     }
 }
 

@@ -653,15 +653,15 @@ mod tests {
         let (hot, since) = (LockKey::new("test", "hot"), Instant::now());
         let mut last = cycle(&hot);
         let start = table.since_us;
-        for turn in 0..50_000_u32 {
-            cycle(&LockKey::new("test", turn));
+        for round in 0..50_000_u32 {
+            cycle(&LockKey::new("test", round));
             let fence = cycle(&hot);
             assert!(fence >= last + 16, "{fence} after {last}");
             last = fence;
         }
         tokio::time::advance(Duration::from_secs(1)).await;
-        for turn in 0..1_000_u32 {
-            let ahead = cycle(&LockKey::new("test", turn)) - (start + since.elapsed().as_micros() as u64);
+        for round in 0..1_000_u32 {
+            let ahead = cycle(&LockKey::new("test", round)) - (start + since.elapsed().as_micros() as u64);
             assert!(ahead <= 16 * 1_000, "{ahead} us");
         }
         tokio::time::advance(Duration::from_secs(9)).await;

@@ -188,7 +188,7 @@ impl OperationTable {
     /// The hashed scope that the record of a claim counts for, and its bound.
     fn owner(&self, operation: &Operation, claim: &Claim) -> (u64, usize) {
         let bound = claim.bound.as_ref();
-        let (scope, max) = bound.map_or((operation.scope(), u64::MAX), |bound| (&bound.scope, bound.most));
+        let (scope, max) = bound.map_or((operation.scope(), u64::MAX), |bound| (&bound.scope, bound.max));
         (self.hasher.hash_one(scope.as_hashed()), usize::try_from(max).unwrap_or(usize::MAX))
     }
 
@@ -314,8 +314,8 @@ impl OperationTable {
 
     /// Removes a few expired records. False if there are none to check.
     fn sweep(&self, shard: &mut Shard, now: Instant) -> bool {
-        for turn in 0..SWEEP {
-            let Some(entry) = shard.due.first_entry().filter(|entry| entry.key().0 < now) else { return turn > 0 };
+        for round in 0..SWEEP {
+            let Some(entry) = shard.due.first_entry().filter(|entry| entry.key().0 < now) else { return round > 0 };
             let ((_, number), hash) = entry.remove_entry();
             let named = shard.records.raw_entry_mut_v1().from_hash(hash, |entry| entry.number == number);
             let RawEntryMut::Occupied(mut entry) = named else { continue };

@@ -51,11 +51,11 @@ impl Shares {
         self.records.load(Ordering::Relaxed)
     }
 
-    /// Takes an amount, if the owner then has no more than its share, and no more than `most` records.
-    pub(super) fn reserve(&self, owner: u64, new: Amount, most: usize) -> Result<(), NoRoom> {
+    /// Takes an amount, if the owner then has no more than its share, and no more than `max` records.
+    pub(super) fn reserve(&self, owner: u64, new: Amount, max: usize) -> Result<(), NoRoom> {
         let mut part = self.part(owner);
         let own = part.get(&owner).copied().unwrap_or_default();
-        self.check(own, new, most)?;
+        self.check(own, new, max)?;
         let (records, bytes) = (own.records + new.records, own.bytes + new.bytes);
         part.insert(owner, Amount { records, bytes });
         self.records.fetch_add(new.records, Ordering::Relaxed);
@@ -63,8 +63,8 @@ impl Shares {
         Ok(())
     }
 
-    fn check(&self, own: Amount, new: Amount, most: usize) -> Result<(), NoRoom> {
-        if new.records > 0 && own.records >= most {
+    fn check(&self, own: Amount, new: Amount, max: usize) -> Result<(), NoRoom> {
+        if new.records > 0 && own.records >= max {
             return Err(NoRoom::Bound);
         }
         let bytes = self.bytes.load(Ordering::Relaxed);

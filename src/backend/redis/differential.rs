@@ -91,12 +91,12 @@ fn traces() -> impl Strategy<Value = Trace> {
         2 => prop::collection::vec((algorithm, window), 2..5),
     ];
     let change = prop_oneof![Just(QuotaChange::Keep), Just(QuotaChange::Reset), Just(QuotaChange::Proportional)];
-    let most = Quota::MAX_UNITS;
+    let max = Quota::MAX_UNITS;
     let large = prop_oneof![
         2 => (1 << 32) - 20..(1 << 32) + 20_u64,
         2 => (1 << 40) - 20..(1 << 40) + 20_u64,
         1 => (1 << 51) - 20..(1 << 51) + 20_u64,
-        2 => most - 20..=most,
+        2 => max - 20..=max,
         2 => (32..53_u32, any::<u64>()).prop_map(|(bits, random)| 1 << bits | random & ((1 << bits) - 1)),
     ];
     let units = prop_oneof![6 => 1_u64..12, 4 => 90_u64..300, 1 => 1_000_000_u64..4_000_000_000, 2 => large];
@@ -378,7 +378,7 @@ fn clock_set_back_admits_no_more_in_any_real_window() {
         (Policy::new("bucket", quota.token_bucket()), 2 * UNITS - 1),
     ];
     let key = Key::from("alice");
-    for (policy, most) in limits {
+    for (policy, max) in limits {
         for back_s in [45, 10 * WINDOW_S, 365 * 86_400] {
             let (mut clock_s, mut admitted) = (START_US / 1_000_000, Vec::new());
             for real_s in 0..10 * WINDOW_S {
@@ -394,7 +394,7 @@ fn clock_set_back_admits_no_more_in_any_real_window() {
             let name = format!("{}, set back by {back_s} s", policy.name());
             for (index, begin) in admitted.iter().enumerate() {
                 let within = admitted[index..].iter().take_while(|real_s| **real_s < begin + WINDOW_S).count();
-                assert!(within <= most as usize, "{name}: {within} within a window from {begin} s on");
+                assert!(within <= max as usize, "{name}: {within} within a window from {begin} s on");
             }
             // Each step back of the clock costs at most a window, and single requests get nearly all of the quota.
             assert!(admitted.len() as u64 > 5 * (UNITS - 2), "{name}: only {} were admitted", admitted.len());

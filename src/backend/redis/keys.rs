@@ -421,9 +421,9 @@ mod tests {
         for number in 0..10_000 {
             *parts.entry(part("alice", &format!("order-{number}"))).or_default() += 1;
         }
-        let (fewest, most) = (parts.values().min(), parts.values().max());
+        let (fewest, max) = (parts.values().min(), parts.values().max());
         assert_eq!(parts.len(), PARTS as usize);
-        assert!(fewest > Some(&100) && most < Some(&210), "{fewest:?} to {most:?} keys are in a part");
+        assert!(fewest > Some(&100) && max < Some(&210), "{fewest:?} to {max:?} keys are in a part");
     }
 
     #[test]

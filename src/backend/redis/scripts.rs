@@ -383,9 +383,9 @@ impl Scripts {
         &self,
         servers: &Servers,
         keys: [&str; 2],
-        most: usize,
+        max: usize,
     ) -> Result<Value, StoreError> {
-        self.lock_inspect.call(servers, &keys, most).await
+        self.lock_inspect.call(servers, &keys, max).await
     }
 
     pub(crate) async fn lock_name(
@@ -413,11 +413,11 @@ impl Scripts {
         servers: &Servers,
         keys: [&str; 2],
         claim: &idempotency::store::Claim,
-        most: u64,
+        max: u64,
     ) -> Result<Value, StoreError> {
         let idempotency::store::Claim { token, head, lease, retention, takes_over, .. } = claim;
         let times = (millis(*lease), millis(*retention));
-        let args = (token.as_bytes().as_slice(), head.0.as_slice(), times, u8::from(*takes_over), most);
+        let args = (token.as_bytes().as_slice(), head.0.as_slice(), times, u8::from(*takes_over), max);
         self.idempotency_begin.call(servers, &keys, args).await
     }
 
@@ -457,10 +457,10 @@ impl Scripts {
         servers: &Servers,
         keys: [&str; 2],
         token: &Token,
-        most: u64,
+        max: u64,
         (publish, channel): (&str, &str),
     ) -> Result<Value, StoreError> {
-        let args = (token.as_bytes().as_slice(), KEEP_ATTEMPT_MS, publish, channel, most);
+        let args = (token.as_bytes().as_slice(), KEEP_ATTEMPT_MS, publish, channel, max);
         self.idempotency_release.call(servers, &keys, args).await
     }
 

@@ -263,10 +263,10 @@ impl<K, A> IdempotencyLayer<K, A> {
     ///   release. So it may count for up to a lease longer than it is stored, or for less time if its handler runs longer than
     ///   the lease. A forgotten record counts until it would have expired.
     /// * On a cluster, the records of a caller are counted in 64 parts, selected by key. Each part has a 64th of the limit, and a
-    ///   margin for uneven parts. So a caller may have up to `most + 32 * sqrt(most) + 400` records. While the slot of a part
+    ///   margin for uneven parts. So a caller may have up to `max + 32 * sqrt(max) + 400` records. While the slot of a part
     ///   moves between nodes, new keys of that part can fail as if Redis did not reply.
-    pub fn max_records_per_scope(self, most: u64) -> Self {
-        self.with(|settings| settings.max_records_per_scope = most)
+    pub fn max_records_per_scope(self, max: u64) -> Self {
+        self.with(|settings| settings.max_records_per_scope = max)
     }
 
     /// The maximum size of a stored response in bytes, including headers and trailers. Defaults to 64 KiB. Of a larger response

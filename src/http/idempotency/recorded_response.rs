@@ -40,21 +40,21 @@ pub(in crate::http) struct Recorder {
     head: SmallVec<[u8; 96]>,
     trailers: SmallVec<[u8; 16]>,
     len: usize,
-    most: usize,
+    max: usize,
     // Whether the stored form has room for all headers and trailers.
     is_representable: bool,
     status: StatusCode,
 }
 
 impl Recorder {
-    pub(in crate::http) fn new(status: StatusCode, headers: &HeaderMap, keeps_cookies: bool, most: usize) -> Self {
+    pub(in crate::http) fn new(status: StatusCode, headers: &HeaderMap, keeps_cookies: bool, max: usize) -> Self {
         let mut head = SmallVec::new();
         head.push(VERSION);
         head.extend_from_slice(&status.as_u16().to_le_bytes());
         let is_kept = |name: &HeaderName| is_kept(name, headers) && (keeps_cookies || name != header::SET_COOKIE);
         let is_representable = put(&mut head, headers, is_kept);
         let len = head.len();
-        Self { head, trailers: SmallVec::new(), len, most, is_representable, status }
+        Self { head, trailers: SmallVec::new(), len, max, is_representable, status }
     }
 
     /// Whether the part that was recorded so far fits into the stored form and the maximum size.
@@ -64,7 +64,7 @@ impl Recorder {
 
     /// The same, with `more` bytes besides the recorded ones.
     pub(in crate::http) const fn fits_with(&self, more: usize) -> bool {
-        self.is_representable && self.len.saturating_add(more) <= self.most
+        self.is_representable && self.len.saturating_add(more) <= self.max
     }
 
     pub(in crate::http) fn data(&mut self, data: &Bytes) {
@@ -275,11 +275,11 @@ mod tests {
     #[test]
     fn too_large_or_broken_response_is_stored_as_status() {
         let sent = headers(&[("x-a", b"b")]);
-        for (most, is_whole) in [(100, true), (1_000, false)] {
-            let mut recorder = Recorder::new(StatusCode::OK, &sent, false, most);
+        for (max, is_whole) in [(100, true), (1_000, false)] {
+            let mut recorder = Recorder::new(StatusCode::OK, &sent, false, max);
             let body = [vec![b'x'; 101].into(), Bytes::from_static(b"more")];
             body.iter().for_each(|chunk| recorder.data(chunk));
-            assert_eq!(recorder.fits(), most > 101);
+            assert_eq!(recorder.fits(), max > 101);
             let (bytes, is_kept) = recorder.finish(body.iter(), is_whole);
             assert!(!is_kept);
             let recorded = Recorded::read(Bytes::from_owner(bytes)).unwrap();
@@ -290,9 +290,9 @@ mod tests {
     /// Regression: the record of a response with more headers than its count can express could not be read.
     #[test]
     fn response_with_too_many_headers_is_stored_as_status() {
-        let most = usize::from(u16::MAX);
+        let max = usize::from(u16::MAX);
         for (len, in_trailers, is_whole) in
-            [(most, false, true), (most + 1, false, false), (most, true, true), (most + 1, true, false)]
+            [(max, false, true), (max + 1, false, false), (max, true, true), (max + 1, true, false)]
         {
             let mut many = HeaderMap::new();
             for _ in 0..len {

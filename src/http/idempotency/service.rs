@@ -99,7 +99,7 @@ where
                     }
                     match settings.coordinator.admit(&scope, settings.max_running_attempts()) {
                         Ok(running) => {
-                            let bound = RecordBound { scope, most: settings.max_records_per_scope };
+                            let bound = RecordBound { scope, max: settings.max_records_per_scope };
                             let guarded = guard(&mut self.inner, request, (operation, bound), running, shared);
                             return ResponseFuture::guarded(guarded);
                         }

@@ -215,12 +215,12 @@ fn granted_fences(reply: &Value, acquisitions: usize) -> impl Iterator<Item = i6
         Value::Array(values) if acquisitions > 0 => values.as_slice(),
         _ => &[],
     };
-    let (most, others) = values.split_first().unzip();
+    let (common, others) = values.split_first().unzip();
     let others = others.unwrap_or_default().chunks(2).filter_map(move |other| match other {
         [Value::Int(index), answer] if usize::try_from(*index).is_ok_and(|index| index <= acquisitions) => Some(answer),
         _ => None,
     });
-    most.into_iter().chain(others).filter_map(|answer| match answer {
+    common.into_iter().chain(others).filter_map(|answer| match answer {
         Value::Int(fence @ 1..) => Some(*fence),
         _ => None,
     })

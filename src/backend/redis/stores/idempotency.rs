@@ -23,8 +23,8 @@ impl IdempotencyStore for RedisBackend {
     async fn begin(&self, operation: &Operation, claim: &Claim) -> Result<Begun, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let record = keys.idempotency(operation);
-        let (records, most) = self.bound(&record, operation, claim);
-        let reply = scripts.idempotency_begin(servers, [&record, &records], claim, most).await?;
+        let (records, max) = self.bound(&record, operation, claim);
+        let reply = scripts.idempotency_begin(servers, [&record, &records], claim, max).await?;
         begun(&reply).ok_or_else(|| unexpected_reply(&reply))
     }
 
@@ -63,12 +63,12 @@ impl IdempotencyStore for RedisBackend {
     async fn release(&self, operation: &Operation, claim: &Claim) -> Result<bool, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         let (record, channel) = (keys.idempotency(operation), keys.done(operation));
-        let (records, most) = self.bound(&record, operation, claim);
+        let (records, max) = self.bound(&record, operation, claim);
         let publish = (self.publish(), &*channel);
-        let release = |records, most| {
-            scripts.idempotency_release(locks.dedicated(), [&record, records], &claim.token, most, publish)
+        let release = |records, max| {
+            scripts.idempotency_release(locks.dedicated(), [&record, records], &claim.token, max, publish)
         };
-        let reply = match release(&records, most).await {
+        let reply = match release(&records, max).await {
             // While the slot moves, a node may have only one of the keys. The record matters; the count corrects itself at the
             // record's end.
             Err(error) if is_refused_for_now(&error) => release(&record, 0).await?,
@@ -95,22 +95,22 @@ impl RedisBackend {
     /// The key that counts the records of a caller, and the bound. Without a bound, the bound is 0 and the key is the record's:
     /// a script with one key works while its slot moves.
     fn bound(&self, record: &str, operation: &Operation, claim: &Claim) -> (String, u64) {
-        let Some(bound) = claim.bound.as_ref().filter(|bound| bound.most > 0) else { return (record.to_owned(), 0) };
+        let Some(bound) = claim.bound.as_ref().filter(|bound| bound.max > 0) else { return (record.to_owned(), 0) };
         let Inner { servers, keys, .. } = &*self.inner;
         // All keys of a script share a slot, so on a cluster each partition has a count.
         let is_cluster = servers.is_cluster();
-        let most = if is_cluster { share(bound.most) } else { bound.most };
-        (keys.records(&bound.scope, operation, is_cluster), most.min(MOST_COUNTED))
+        let max = if is_cluster { share(bound.max) } else { bound.max };
+        (keys.records(&bound.scope, operation, is_cluster), max.min(MOST_COUNTED))
     }
 }
 
 /// A script cannot count further exactly. Larger bounds are lowered to this, which no caller reaches.
 const MOST_COUNTED: u64 = 1 << 53;
 
-/// The bound of one partition of a cluster, so that all together have `most`. Keys fall on partitions at random: four standard
-/// deviations of room keep a partition from filling before its caller has `most`.
-fn share(most: u64) -> u64 {
-    let fair = most.div_ceil(PARTS);
+/// The bound of one partition of a cluster, so that all together have `max`. Keys fall on partitions at random: four standard
+/// deviations of room keep a partition from filling before its caller has `max`.
+fn share(max: u64) -> u64 {
+    let fair = max.div_ceil(PARTS);
     fair.saturating_add(4 * fair.isqrt()).saturating_add(1)
 }
 
@@ -146,9 +146,9 @@ impl IdempotencyRegistry for RedisBackend {
         is_done(&scripts.idempotency_complete_unknown(servers, &record, found, kept, publish).await?)
     }
 
-    async fn list(&self, scope: Option<&Key>, from: Cursor, most: usize) -> Result<OperationPage, StoreError> {
+    async fn list(&self, scope: Option<&Key>, from: Cursor, max: usize) -> Result<OperationPage, StoreError> {
         let Inner { keys, locks, .. } = &*self.inner;
-        let (records, next) = scan(locks.dedicated(), from, &keys.operations(scope), most).await?;
+        let (records, next) = scan(locks.dedicated(), from, &keys.operations(scope), max).await?;
         // `COUNT` is a hint that SCAN exceeds by at most a bucket, so it bounds the concurrent calls.
         let found = records.iter().filter_map(|record| keys.operation_of(record));
         let looks = try_join_all(found.map(|operation| async move {

@@ -39,9 +39,9 @@ impl LockRegistry for RedisBackend {
         Ok(ForceReleased { holders: holders as usize, fence })
     }
 
-    async fn list(&self, name: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
+    async fn list(&self, name: &Key, from: Cursor, max: usize) -> Result<LockPage, StoreError> {
         let Inner { keys, locks, .. } = &*self.inner;
-        let (leases, next) = scan(locks.dedicated(), from, &keys.leases(name), most).await?;
+        let (leases, next) = scan(locks.dedicated(), from, &keys.leases(name), max).await?;
         // `COUNT` is a hint that SCAN exceeds by at most a bucket, so it bounds the concurrent calls.
         let found = leases.iter().filter_map(|lease| keys.lock_of(name, lease));
         let looks = try_join_all(found.map(|lock| async move {
@@ -74,18 +74,18 @@ fn status(lock: &LockKey, reply: &Value) -> Option<LockStatus> {
     Some(LockStatus { lock: *lock, last_fence, kind, held_by, holders: holders.collect::<Option<_>>()? })
 }
 
-/// Scans about `most` keys that match a pattern, and returns the next cursor.
+/// Scans about `max` keys that match a pattern, and returns the next cursor.
 pub(crate) async fn scan(
     servers: &Servers,
     from: Cursor,
     pattern: &str,
-    most: usize,
+    max: usize,
 ) -> Result<(Vec<String>, Option<Cursor>), StoreError> {
     let command = |part| {
         // A cursor of another server is meaningless here.
         let position = if part == from.part { from.position } else { 0 };
         let mut command = redis::cmd("SCAN");
-        command.arg(position).arg("MATCH").arg(pattern).arg("COUNT").arg(most);
+        command.arg(position).arg("MATCH").arg(pattern).arg("COUNT").arg(max);
         command
     };
     let Some((part, reply)) = servers.send_to(from.part, command).await else { return Ok((Vec::new(), None)) };

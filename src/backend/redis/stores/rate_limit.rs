@@ -145,8 +145,8 @@ impl RateLimitStore for RedisBackend {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
         // No charge is larger.
-        let most = Quota::MAX_UNITS as i64;
-        let descriptor = descriptor(policy, &keys, change.clamp(-most, most));
+        let max = Quota::MAX_UNITS as i64;
+        let descriptor = descriptor(policy, &keys, change.clamp(-max, max));
         scripts.rate_limit_check(servers, CheckMode::Settle(receipt), &[descriptor]).await.map(drop)
     }
 
