@@ -32,7 +32,8 @@ pub trait Codec<T> {
     ///
     /// # Errors
     ///
-    /// If the bytes are no valid payload. A job is then dead, with its bytes kept, and a value is loaded again.
+    /// If the bytes are no valid payload. A job is then dead, and its bytes are kept. A cached value counts as missing, and is loaded
+    /// again.
     fn decode(&self, bytes: &[u8]) -> Result<T, BoxError>;
 }
 

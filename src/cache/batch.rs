@@ -15,12 +15,12 @@ use super::store::CacheKey;
 type Values<K, T> = HashMap<K, Loaded<T>>;
 type Loading<K, T> = Pin<Box<dyn Future<Output = Result<Values<K, T>, CacheError>> + Send>>;
 
-/// The keys of one call of `get_or_fill_all`, each of which is looked up, and leased if it is missing. When this is decided for all, one of
-/// those with a lease calls the loader for all of them.
+/// The missing keys of one call of `get_or_fill_all`. Each key is looked up on its own, and claims its lease if it is missing. Once every
+/// key is found, is leased, or waits for another process, one member calls the loader once, for all leased keys.
 pub(super) struct Batch<K, T> {
     keys: Arc<[CacheKey]>,
     loader: Box<dyn Fn(Vec<K>) -> Loading<K, T> + Send + Sync>,
-    undecided: watch::Sender<usize>,
+    pending: watch::Sender<usize>,
     leased: Mutex<Leased<K>>,
     loaded: OnceCell<Result<Mutex<Values<K, T>>, CacheError>>,
     permit: Mutex<Option<Arc<OwnedSemaphorePermit>>>,
@@ -39,7 +39,7 @@ impl<K: Clone + Eq + Hash + Send + Sync + 'static, T: Send + 'static> Batch<K, T
         Arc::new(Self {
             keys,
             loader: Box::new(loader),
-            undecided: watch::Sender::new(0),
+            pending: watch::Sender::new(0),
             leased: Mutex::new(Leased { keys: Vec::new(), is_loading: false }),
             loaded: OnceCell::new(),
             permit: Mutex::new(None),
@@ -48,8 +48,8 @@ impl<K: Clone + Eq + Hash + Send + Sync + 'static, T: Send + 'static> Batch<K, T
 
     /// The loader of one key.
     pub(super) fn member(self: &Arc<Self>, key: K) -> Member<K, T> {
-        self.undecided.send_modify(|undecided| *undecided += 1);
-        Member { batch: Arc::clone(self), key, is_decided: false }
+        self.pending.send_modify(|pending| *pending += 1);
+        Member { batch: Arc::clone(self), key, has_arrived: false }
     }
 
     fn leased(&self) -> MutexGuard<'_, Leased<K>> {
@@ -70,21 +70,21 @@ impl<K: Clone + Eq + Hash + Send + Sync + 'static, T: Send + 'static> Batch<K, T
 pub(super) struct Member<K, T> {
     batch: Arc<Batch<K, T>>,
     key: K,
-    is_decided: bool,
+    has_arrived: bool,
 }
 
 impl<K, T> Member<K, T> {
     /// The batch need not wait for this key any longer.
-    fn decide(&mut self) {
-        if !std::mem::replace(&mut self.is_decided, true) {
-            self.batch.undecided.send_modify(|undecided| *undecided -= 1);
+    fn arrive(&mut self) {
+        if !std::mem::replace(&mut self.has_arrived, true) {
+            self.batch.pending.send_modify(|pending| *pending -= 1);
         }
     }
 }
 
 impl<K: Clone + Eq + Hash + Send + Sync + 'static, T: Send + 'static> Loader<T> for Member<K, T> {
-    fn waits_for_lease(&mut self) {
-        self.decide();
+    fn on_lease_busy(&mut self) {
+        self.arrive();
     }
 
     async fn load(mut self) -> Result<Loaded<T>, CacheError> {
@@ -95,15 +95,15 @@ impl<K: Clone + Eq + Hash + Send + Sync + 'static, T: Send + 'static> Loader<T> 
             }
             leased.is_loading
         };
-        self.decide();
+        self.arrive();
         let Self { batch, key, .. } = &self;
         if is_late {
-            // The process that loaded this key has failed.
+            // Another process held the lease of this key when the batch was loaded, and has failed since. Load this key alone.
             let mut values = (batch.loader)(vec![key.clone()]).await?;
             return Ok(values.remove(key).unwrap_or_else(Loaded::absent));
         }
         // The sender lives in the batch, so this cannot fail.
-        let _ = batch.undecided.subscribe().wait_for(|undecided| *undecided == 0).await;
+        let _ = batch.pending.subscribe().wait_for(|pending| *pending == 0).await;
         match batch.loaded.get_or_init(|| batch.load()).await {
             Ok(values) => Ok(locked(values).remove(key).unwrap_or_else(Loaded::absent)),
             Err(error) => Err(error.clone()),
@@ -114,7 +114,7 @@ impl<K: Clone + Eq + Hash + Send + Sync + 'static, T: Send + 'static> Loader<T> 
         Some(Arc::clone(&self.batch.keys))
     }
 
-    /// One for the whole batch, since its loader is called once.
+    /// All members share one permit, since the loader is called once.
     fn permit(&self, origin: &Arc<Semaphore>) -> Option<Arc<OwnedSemaphorePermit>> {
         let mut permit = locked(&self.batch.permit);
         if permit.is_none() {
@@ -126,7 +126,7 @@ impl<K: Clone + Eq + Hash + Send + Sync + 'static, T: Send + 'static> Loader<T> 
 
 impl<K, T> Drop for Member<K, T> {
     fn drop(&mut self) {
-        self.decide();
+        self.arrive();
     }
 }
 

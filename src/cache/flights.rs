@@ -136,7 +136,7 @@ impl<T> FlightHandle<T> {
     }
 
     /// The same, if the load has no callers.
-    pub(super) fn detach_without_callers(&self) -> bool {
+    pub(super) fn detach_if_no_callers(&self) -> bool {
         // Locked, so that no caller joins meanwhile.
         let mut running = self.flights.running();
         let has_callers = self.flight.outcome.receiver_count() > 0;
@@ -177,7 +177,7 @@ impl<T: Send + Sync + 'static> RemoveOnEnd<T> {
                 outcome = &mut load => return Some(outcome),
                 () = flight.outcome.closed(), if !runs_without_callers() => {
                     // The loader may have returned meanwhile.
-                    if !runs_without_callers() && self.0.detach_without_callers() {
+                    if !runs_without_callers() && self.0.detach_if_no_callers() {
                         return None;
                     }
                 }

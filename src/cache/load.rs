@@ -15,7 +15,7 @@ use super::loader::{Loader, without_panics};
 #[cfg(feature = "local-cache")]
 use super::local::Local;
 use super::lookup::{Found, Lookup};
-use super::metrics::Load;
+use super::metrics::LoadOutcome;
 use super::options::Options;
 use super::store::{CacheKey, Claim, Claimed, Content, Entry, EntryId, Mark, NewEntry, TagGeneration};
 use super::store_client::StoreClient;
@@ -29,7 +29,7 @@ pub(super) struct Inner<T, C> {
     pub(super) options: Arc<Options>,
     pub(super) client: StoreClient,
     pub(super) codec: Arc<C>,
-    // One permit for each load without the store.
+    // Limits the loads that run while the store fails: one permit for each.
     pub(super) origin: Arc<Semaphore>,
     pub(super) generations: Arc<Generations>,
     #[cfg(feature = "local-cache")]
@@ -62,7 +62,7 @@ pub(crate) enum Observed {
 }
 
 /// How a load may proceed.
-enum Permission<T> {
+enum Acquired<T> {
     /// Load the value and store it, with these tags.
     Leased(Vec<TagGeneration>),
     /// Load a value for these callers only.
@@ -70,7 +70,7 @@ enum Permission<T> {
     /// Another process has loaded it.
     Found(Option<Arc<T>>),
     /// The store failed.
-    Failed(StoreError),
+    StoreFailed(StoreError),
 }
 
 impl<T: Send + Sync + 'static, C> Inner<T, C> {
@@ -84,7 +84,7 @@ impl<T: Send + Sync + 'static, C> Inner<T, C> {
         let _ = key;
     }
 
-    /// Removes all entries of this process with a tag, and reads its generation again from now on.
+    /// Removes all entries of this process with a tag, and its cached generation, so that the next use reads it from the store.
     pub(super) fn forget_tag(&self, tag: &Key) {
         self.generations.remove(tag);
         #[cfg(feature = "local-cache")]
@@ -97,8 +97,8 @@ impl<T: Send + Sync + 'static, C> Inner<T, C> {
 impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
     /// Loads the value of a key, or waits for the process that does.
     ///
-    /// A load without callers needs the store, since its value would otherwise be lost. When the lease is lost, for instance by an
-    /// invalidation in another process, later callers do not join the load.
+    /// If the store has failed and no caller waits, nothing is loaded: the value could be neither stored nor returned. When the lease is
+    /// lost, for instance by an invalidation in another process, later callers do not join the load.
     pub(super) async fn load(
         &self,
         key: CacheKey,
@@ -109,14 +109,14 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
     ) -> Outcome<T> {
         let permission = match observed {
             Observed::Entry(seen) => self.acquire(&key, seen, &claim, &mut loader).await?,
-            Observed::StoreFailed(error) => Permission::Failed(error),
+            Observed::StoreFailed(error) => Acquired::StoreFailed(error),
         };
         let (lease, _permit) = match permission {
-            Permission::Found(value) => return Ok(value),
-            Permission::Leased(tags) => (Some(tags), None),
-            Permission::Uncached => (None, None),
-            Permission::Failed(store) if handle.detach_without_callers() => return Err(CacheError::Store(store)),
-            Permission::Failed(store) => match loader.permit(&self.origin) {
+            Acquired::Found(value) => return Ok(value),
+            Acquired::Leased(tags) => (Some(tags), None),
+            Acquired::Uncached => (None, None),
+            Acquired::StoreFailed(store) if handle.detach_if_no_callers() => return Err(CacheError::Store(store)),
+            Acquired::StoreFailed(store) => match loader.permit(&self.origin) {
                 Some(permit) => (None, Some(permit)),
                 None => return Err(CacheError::OriginLimit { store }),
             },
@@ -134,12 +134,12 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
         let cost = started.elapsed();
         let load = match (&loaded, lease) {
             (Ok(loaded), Some(tags)) => self.store(&key, &claim, loaded, cost, tags).await,
-            (Ok(_), None) => Load::NotStored,
+            (Ok(_), None) => LoadOutcome::NotStored,
             (Err(_), Some(_)) => {
                 self.release(&key, &claim, Some(Mark::Failed { retry_after: self.options.error_for })).await;
-                Load::Failed
+                LoadOutcome::Failed
             }
-            (Err(_), None) => Load::Failed,
+            (Err(_), None) => LoadOutcome::Failed,
         };
         self.client.meters().loaded(load, cost);
         loaded.map(|loaded| loaded.value.map(Arc::new))
@@ -152,7 +152,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
         mut seen: EntryId,
         claim: &Claim,
         loader: &mut impl Loader<T>,
-    ) -> Result<Permission<T>, CacheError> {
+    ) -> Result<Acquired<T>, CacheError> {
         let Options { load_timeout, .. } = *self.options;
         let store = &self.client.store;
         let give_up = Instant::now() + load_timeout;
@@ -162,10 +162,10 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
                 Err(error) => {
                     // The claim may have been executed.
                     self.release(key, claim, None).await;
-                    return Ok(Permission::Failed(error));
+                    return Ok(Acquired::StoreFailed(error));
                 }
                 Ok(Claimed::Granted) => return Ok(self.read_tags(key, claim).await),
-                Ok(Claimed::Marked(Mark::Uncached { .. })) => return Ok(Permission::Uncached),
+                Ok(Claimed::Marked(Mark::Uncached { .. })) => return Ok(Acquired::Uncached),
                 Ok(Claimed::Marked(Mark::Failed { retry_after })) => {
                     return Err(CacheError::RecentlyFailed { retry_after });
                 }
@@ -173,23 +173,23 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
                 Ok(Claimed::Busy { remaining }) => match &mut notifications {
                     // Looks again below, since the entry may have come before the subscription.
                     None => {
-                        loader.waits_for_lease();
+                        loader.on_lease_busy();
                         notifications = Some(store.watch(key).await);
                     }
                     Some(notifications) => {
                         let wake = give_up.min(Instant::now() + remaining.clamp(MIN_WAIT, POLL));
-                        // A late notification is a poll.
+                        // After a timeout look anyway: the notification may be lost.
                         let _ = timeout_at(wake, notifications.next()).await;
                     }
                 },
             }
             let Lookup { id, found } = match self.read_entry(key).await {
                 Ok(lookup) => lookup,
-                Err(error) => return Ok(Permission::Failed(error)),
+                Err(error) => return Ok(Acquired::StoreFailed(error)),
             };
             if id != seen {
                 if let Some(found) = found {
-                    return Ok(Permission::Found(found.value));
+                    return Ok(Acquired::Found(found.value));
                 }
                 seen = id;
             }
@@ -200,12 +200,12 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
     }
 
     /// Reads the tags of a load that has just got its lease.
-    async fn read_tags(&self, key: &CacheKey, claim: &Claim) -> Permission<T> {
+    async fn read_tags(&self, key: &CacheKey, claim: &Claim) -> Acquired<T> {
         match self.current_tags().await {
-            Ok(tags) => Permission::Leased(tags),
+            Ok(tags) => Acquired::Leased(tags),
             Err(error) => {
                 self.release(key, claim, None).await;
-                Permission::Failed(error)
+                Acquired::StoreFailed(error)
             }
         }
     }
@@ -287,7 +287,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
     async fn renew(&self, key: &CacheKey, claim: &Claim, tags: &[TagGeneration]) {
         loop {
             sleep(claim.lease / 3).await;
-            // A failed call may be repeated before the lease ends.
+            // A failed call does not mean a lost lease: there is time for another one.
             let is_renewed = self.client.call(self.client.store.renew(key, claim)).await;
             let is_current = self.generations.are_current(&self.client, key.cache(), tags).await;
             if !is_renewed.unwrap_or(true) || !is_current.unwrap_or(true) {
@@ -304,25 +304,25 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
         loaded: &Loaded<T>,
         cost: Duration,
         tags: Vec<TagGeneration>,
-    ) -> Load {
+    ) -> LoadOutcome {
         let value = match self.encode(key, loaded) {
             Ok(value) => value,
             Err(mark) => {
                 self.release(key, claim, Some(mark)).await;
-                return Load::NotStored;
+                return LoadOutcome::NotStored;
             }
         };
         let entry = self.options.entry(value, loaded.times(), cost, tags);
         match self.client.call(self.client.store.put(key, &claim.token, &entry)).await {
-            Ok(true) => Load::Stored,
+            Ok(true) => LoadOutcome::Stored,
             Ok(false) => {
                 tracing::debug!(%key, "value is not cached: the key was invalidated, or the lease has ended");
-                Load::Refused
+                LoadOutcome::Refused
             }
             Err(error) => {
                 tracing::debug!(%key, %error, "value is not cached");
                 self.release(key, claim, None).await;
-                Load::NotStored
+                LoadOutcome::NotStored
             }
         }
     }
@@ -357,7 +357,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
     }
 }
 
-/// How often to look for the entry of another process, at least: a notification may get lost.
+/// The longest wait before the next look for the entry of another process, since a notification may get lost.
 const POLL: Duration = Duration::from_millis(500);
-/// The shortest wait for it, if the lease is about to end.
+/// The shortest such wait, if the lease is about to end.
 const MIN_WAIT: Duration = Duration::from_millis(10);

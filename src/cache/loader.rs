@@ -20,7 +20,7 @@ pub(super) trait Loader<T>: Send {
     fn load(self) -> impl Future<Output = Result<Loaded<T>, CacheError>> + Send;
 
     /// Another process holds the lease. So the load begins later, if that process fails, or never.
-    fn waits_for_lease(&mut self) {}
+    fn on_lease_busy(&mut self) {}
 
     /// The keys of the batch that it may load together with its own.
     fn batch_keys(&self) -> Option<Arc<[CacheKey]>> {
@@ -61,8 +61,8 @@ impl<T: Send, L: Loader<T>> Loader<T> for EndMarker<L> {
         loaded
     }
 
-    fn waits_for_lease(&mut self) {
-        self.loader.waits_for_lease();
+    fn on_lease_busy(&mut self) {
+        self.loader.on_lease_busy();
     }
 
     fn batch_keys(&self) -> Option<Arc<[CacheKey]>> {

@@ -18,7 +18,7 @@ pub(crate) enum Served {
 
 /// The result of a call of a loader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Load {
+pub(super) enum LoadOutcome {
     Stored,
     /// It must not be stored, is too large, or the store failed.
     NotStored,
@@ -35,7 +35,7 @@ mod imp {
 
     use metrics::{Label, SharedString};
 
-    use super::{Load, Served};
+    use super::{LoadOutcome, Served};
     use crate::key::Key;
     use crate::meter::{Counter, Histogram, counter, histogram};
 
@@ -47,11 +47,11 @@ mod imp {
         (Served::Excluded, "excluded"),
         (Served::Failed, "failed"),
     ];
-    const LOADS: [(Load, &str); 4] = [
-        (Load::Stored, "stored"),
-        (Load::NotStored, "not_stored"),
-        (Load::Refused, "refused"),
-        (Load::Failed, "failed"),
+    const LOADS: [(LoadOutcome, &str); 4] = [
+        (LoadOutcome::Stored, "stored"),
+        (LoadOutcome::NotStored, "not_stored"),
+        (LoadOutcome::Refused, "refused"),
+        (LoadOutcome::Failed, "failed"),
     ];
 
     /// The metrics of one cache, registered when it is first used.
@@ -85,7 +85,7 @@ mod imp {
             self.requests[served as usize].increment(1);
         }
 
-        pub(in crate::cache) fn loaded(&self, load: Load, time: Duration) {
+        pub(in crate::cache) fn loaded(&self, load: LoadOutcome, time: Duration) {
             self.loads[load as usize].increment(1);
             self.load_seconds.record(time.as_secs_f64());
         }
@@ -115,7 +115,7 @@ mod imp {
 mod imp {
     use std::time::Duration;
 
-    use super::{Load, Served};
+    use super::{LoadOutcome, Served};
     use crate::key::Key;
 
     pub(in crate::cache) struct Meters;
@@ -127,7 +127,7 @@ mod imp {
 
         pub(in crate::cache) fn served(&self, _: Served) {}
 
-        pub(in crate::cache) fn loaded(&self, _: Load, _: Duration) {}
+        pub(in crate::cache) fn loaded(&self, _: LoadOutcome, _: Duration) {}
 
         pub(in crate::cache) fn store_failed(&self) {}
 

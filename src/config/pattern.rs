@@ -6,7 +6,7 @@ const MAX_PATH: usize = 1_024;
 /// The maximum number of parameters in a pattern. The router has no more internal names and panics at one more. `{*name}` needs none.
 const MAX_PARAMETERS: usize = 25;
 
-/// Refuses patterns that the router accepts but that match no request.
+/// Refuses patterns that match no request, are too long, or would make the router panic.
 pub(super) fn check_path(path: &str) -> Result<(), String> {
     if !path.starts_with('/') {
         return Err("a path begins with `/`".into());

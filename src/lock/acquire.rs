@@ -159,7 +159,7 @@ pub(super) async fn acquire_one(
     };
     let mut acquisitions: Acquisitions = match wait_for_handoff(shared, lock, options, start, position, true).await? {
         Handoff::Lease(lease) => {
-            shared.meters().handed_over(HandoffKind::Hand, lease.since().elapsed());
+            shared.meters().handed_over(HandoffKind::Local, lease.since().elapsed());
             return Ok(lease);
         }
         Handoff::LeaderPermit(permit) => smallvec![(Acquisition::new(shared, lock, options)?, permit)],
@@ -365,7 +365,7 @@ impl<'a> Retries<'a> {
                 Ok((answers, now)) => match blocking_answer(&answers) {
                     None => {
                         if let Some(notified_at) = self.notified_at {
-                            self.shared.meters().handed_over(HandoffKind::Message, now - notified_at);
+                            self.shared.meters().handed_over(HandoffKind::Notified, now - notified_at);
                         }
                         return make_leases(acquisitions, &answers, now).ok_or_else(|| too_late().into());
                     }

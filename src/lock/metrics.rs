@@ -1,6 +1,6 @@
 //! Counters and histograms of the `metrics` facade; nothing without the feature `metrics`.
 //!
-//! Their labels are the name of the locks and the outcome, never a key.
+//! Their labels are the name of the locks, and the outcome, reason, way or state; never a key.
 
 use super::error::{LockError, LossReason};
 
@@ -12,7 +12,7 @@ pub(super) enum Outcome {
     QueueFull,
     Refused,
     Failed,
-    /// The number of running requests of a layer.
+    /// The layer already runs its maximum number of requests.
     Full,
 }
 
@@ -45,10 +45,10 @@ const REASONS: [(LossReason, &str); 3] =
 /// How a lock passes from one holder to the next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HandoffKind {
-    /// By handoff in this process.
-    Hand,
-    /// By the notification of a release.
-    Message,
+    /// Passed directly to a waiter in this process.
+    Local,
+    /// The waiter was woken by the notification of a release.
+    Notified,
 }
 
 pub(super) use self::imp::Meters;

@@ -12,10 +12,10 @@ use crate::cache::exists_filter::store::{
 use crate::error::StoreError;
 use crate::key::Key;
 
-/// Room for filters per key of the capacity, in bytes.
-const FILTER_SHARE: u64 = 1_024;
+/// Bytes reserved for exists filters for each key that the backend may hold.
+const BYTES_PER_KEY: u64 = 1_024;
 
-/// The filters of this process. It never evicts one, and refuses a new version without room for it.
+/// The filters of this process. The table never evicts a filter. A new version that does not fit is refused.
 pub(super) struct FilterTable {
     filters: RwLock<Filters>,
     // The most bytes of all versions together.
@@ -41,7 +41,7 @@ struct Stored {
 
 impl FilterTable {
     pub(super) fn new(capacity: usize) -> Self {
-        Self { filters: RwLock::default(), capacity: (capacity as u64).saturating_mul(FILTER_SHARE) }
+        Self { filters: RwLock::default(), capacity: (capacity as u64).saturating_mul(BYTES_PER_KEY) }
     }
 
     pub(super) fn status(&self, filter: &Key) -> FilterStatus {
@@ -66,7 +66,7 @@ impl FilterTable {
         Some(blocks.iter().map(to_bytes).collect())
     }
 
-    /// Allocates a version at once: the pages of zeros cost nothing yet.
+    /// Allocates the whole version in one call. The operating system backs pages of zeros when they are written.
     pub(super) fn grow(&self, filter: &Key, version: &Token, layout: &Layout) -> Result<bool, StoreError> {
         let (mut filters, now) = (self.write(), Instant::now());
         let expires = now + BUILD_TTL;
@@ -107,7 +107,7 @@ impl FilterTable {
         let (mut filters, now) = (self.write(), Instant::now());
         let found = filters.ids.get(filter).copied().unwrap_or_default();
         if found == VersionIds::default() {
-            // This backend loses no ids of versions in use.
+            // Memory does not lose the ids of a version in use, so the filter is certainly missing, and no addition has to wait.
             return Added::Missing { known_for: Duration::MAX };
         }
         if found != *seen {
@@ -181,7 +181,7 @@ impl Filters {
     }
 }
 
-/// A block with the lowest byte of each word first.
+/// The block as little-endian bytes.
 fn to_bytes(words: &[u32; 8]) -> Block {
     let mut bytes = [0; Layout::BLOCK_LEN];
     for (bytes, word) in bytes.as_chunks_mut().0.iter_mut().zip(words) {

@@ -13,7 +13,7 @@ use redis::{Cmd, RedisError, Value};
 use tokio::sync::{Semaphore, SemaphorePermit, oneshot};
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-use super::batch::batcher::{BatchConfig, Batcher, abandoned};
+use super::batch::batcher::{BatchConfig, Batcher, until_abandoned};
 use super::connection::connector::Connector;
 use super::connection::handle::Connection;
 use super::connection::pool::{Pool, PoolOptions, ServerState};
@@ -213,7 +213,7 @@ async fn send_batch(dedicated: Arc<DedicatedConnections>, batch: Vec<Pending>) -
     let connected = tokio::select! {
         biased;
         connected = reserved.pool.borrow() => connected,
-        () = abandoned(&mut batch, |pending| &mut pending.reply) => return false,
+        () = until_abandoned(&mut batch, |pending| &mut pending.reply) => return false,
     };
     let connection = match connected {
         Ok(connection) => connection,
@@ -246,7 +246,7 @@ async fn send_one(mut connection: Connection, mut pending: Pending) -> Option<Op
     let reply = tokio::select! {
         biased;
         reply = connection.send(&pending.command, pending.asking) => reply,
-        () = abandoned(from_mut(&mut pending.reply), |reply| reply) => return None,
+        () = until_abandoned(from_mut(&mut pending.reply), |reply| reply) => return None,
     };
     match reply {
         Ok(value) if (pending.is_granted)(&value) => Some(Some((pending, value))),
@@ -276,7 +276,7 @@ async fn wait_for_replicas(
     command.arg(count).arg(within.as_millis().max(1) as u64);
     let due = Instant::now() + within + LATE;
     let abandoned = async {
-        abandoned(&mut granted, |(pending, _)| &mut pending.reply).await;
+        until_abandoned(&mut granted, |(pending, _)| &mut pending.reply).await;
         // Until then, a working server processes no other command of this connection.
         sleep_until(due).await;
     };

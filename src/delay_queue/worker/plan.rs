@@ -11,8 +11,8 @@ use super::partition::{Call, Partition};
 use super::stage::Stage;
 use crate::delay_queue::store::MAX_BATCH;
 
-/// How many calls that finish and claim run concurrently for each partition of a queue: jobs of one call run while the other one is in
-/// flight.
+/// The maximum number of calls in flight for each partition, each of which acks jobs and claims new ones. With two, the jobs of one call
+/// run while the other call is in flight.
 const MAX_CONCURRENT_CALLS: usize = 2;
 
 /// What the decision depends on.
@@ -44,7 +44,8 @@ pub(crate) struct State<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Turn {
     Start,
-    /// The running jobs were checked. A job that was just asked to stop gets the time of a wait to do so.
+    /// The running jobs were checked. Jobs are not checked again before the wait, so a job that was just asked to stop has this time to
+    /// end.
     Checked,
     /// The service was polled until this many instances were ready, or one was pending.
     Polled {
@@ -130,7 +131,7 @@ impl State<'_> {
         if self.stage.is_working() { self.capacity().min(self.ready.saturating_sub(self.reserved)) } else { 0 }
     }
 
-    /// How many jobs one call claims if more are due: one half of them runs while calls finish and claim the other half.
+    /// How many jobs one call claims if more are due: one half of the jobs runs while a call acks and replaces the other half.
     const fn jobs_per_call(&self) -> usize {
         self.concurrency.div_ceil(MAX_CONCURRENT_CALLS)
     }
@@ -157,7 +158,8 @@ impl State<'_> {
             None => 0,
             // At most what the concurrent calls can claim.
             Some(0) => (self.reserved + self.capacity()).min(self.partitions.len() * MAX_CONCURRENT_CALLS * MAX_BATCH),
-            // One call tests whether the store works again. Others may need the permits of further instances meanwhile.
+            // After a failure one call probes the store, so one instance is enough. Further instances may hold permits, for instance of a
+            // concurrency limit, that others need.
             Some(_) => self.reserved + self.capacity().min(1),
         }
     }
@@ -175,13 +177,14 @@ impl State<'_> {
             return None;
         }
         let must_refresh = is_working && partition.refresh_at(now, self.running > 0).is_some_and(|at| at <= now);
-        // A due job must not wait for a worker that has no capacity or shuts down, so another worker must become the timekeeper.
+        // The store lets the timekeeper claim the next due job. If this worker cannot, a call that claims nothing gives the role to another
+        // worker.
         let must_delegate = partition.is_timekeeper && free == 0 && (!is_working || partition.is_due(now));
         let must_call = must_refresh || must_delegate;
         if partition.pending_acks.is_empty() && !must_call && (free == 0 || !partition.is_due(now)) {
             return None;
         }
-        // A second concurrent call must carry enough results.
+        // A second concurrent call is worth its cost only if it carries enough results.
         let is_worthwhile = partition.more && partition.pending_acks.len() * 2 >= self.jobs_per_call();
         if partition.calls > 0 && !must_delegate && !is_worthwhile {
             return None;
@@ -197,12 +200,12 @@ impl State<'_> {
 
     /// How many jobs a call that records `acks` results may claim.
     fn max_jobs(&self, partition: &Partition, free: usize, acks: usize, now: Instant) -> usize {
-        // Unrecorded results count as running jobs, so that they cannot pile up. They count for their own partition only.
+        // The results that this call leaves behind use capacity, so that they cannot pile up, but only that of their own partition.
         let free_of_part = free.saturating_sub(partition.pending_acks.len() - acks);
         let due =
             self.partitions.iter().filter(|partition| partition.is_due(now) && partition.failures == 0).count().max(1);
         let max_jobs = free_of_part.min(free.div_ceil(due));
-        // After a failure, one job tests whether the store works again.
+        // With a single partition, the probe claims one job.
         if partition.failures > 0 { max_jobs.min(1) } else { max_jobs }
     }
 
@@ -213,7 +216,7 @@ impl State<'_> {
             if partition.is_backing_off(now) && (is_working || !partition.pending_acks.is_empty()) {
                 Some(partition.backoff_until)
             } else {
-                // A due partition waits for capacity, not for time, except to refresh the age of the oldest due job.
+                // A due partition needs no timer, since it waits for capacity. Only the refresh of the age of its oldest due job needs one.
                 let times = [partition.claim_at, partition.refresh_at(now, is_busy)].into_iter().flatten();
                 times.filter(|at| is_working && *at > now).min()
             }

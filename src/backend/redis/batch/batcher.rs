@@ -7,8 +7,9 @@
 //! Many waiting calls are divided among several batches. With a single batch, the callers would be idle while Redis works, and Redis would
 //! be idle while the callers get their replies and call again. With several batches, both work at the same time.
 //!
-//! A full batch gains nothing by waiting, so more full batches may be in flight: with a long round trip, as many as fit into it. Calls whose
-//! callers have given up are not sent, except for releases of locks. So the calls in flight are never more than a healthy server can answer.
+//! A full batch gains nothing by waiting, so more full batches may be in flight: one more for each 2 ms of the round trip. Calls whose
+//! callers have given up are not sent, except for releases of locks. So the calls in flight are never more than a healthy server can
+//! answer.
 
 use std::collections::VecDeque;
 use std::pin::{Pin, pin};
@@ -27,8 +28,8 @@ use crate::backend::redis::connection::runtime::RuntimeHandle;
 
 /// A batch in flight for longer than this does not delay the next one, since its connection may be dead.
 const LATE: Duration = Duration::from_millis(20);
-/// The round trip of a busy server nearby, where more batches in flight would lower the throughput. Each time that it fits into the measured
-/// round trip, one more full batch may be in flight.
+/// For each such time in the measured round trip, one more full batch may be in flight. It is the round trip of a busy server nearby, where
+/// more batches lower the throughput.
 const NEARBY_ROUND_TRIP: Duration = Duration::from_millis(2);
 /// Maximum number of queued calls. Further calls are sent directly.
 const MAX_QUEUED: usize = 4_096;
@@ -39,7 +40,7 @@ const MAX_IN_FLIGHT: usize = 64;
 pub(crate) struct Batcher<W> {
     config: BatchConfig,
     in_flight: Arc<AtomicUsize>,
-    rtt: Arc<RttEstimate>,
+    rtt: Arc<LastBatch>,
     queue: mpsc::Sender<W>,
     threshold: Arc<Threshold>,
     idle: Idle,
@@ -76,8 +77,8 @@ struct Threshold {
     reached: Notify,
 }
 
-/// The last batch that returned.
-struct RttEstimate {
+/// When the last batch returned, and its round trip.
+struct LastBatch {
     epoch: Instant,
     // When it returned, in µs since `epoch`, plus one. Zero: none has returned.
     last_return: AtomicU64,
@@ -85,14 +86,16 @@ struct RttEstimate {
     round_trip: AtomicU64,
 }
 
-/// The permit of a call in flight. A batch takes as many permits as there are for direct calls.
+/// The permit of a call in flight. A batch takes as many permits as there are for direct calls, so no call is sent directly while it is in
+/// flight.
 pub(crate) struct InFlightPermit {
     in_flight: Arc<AtomicUsize>,
     permits: usize,
 }
 
 impl<W: Send + 'static> Batcher<W> {
-    /// Sends batches until it is dropped. `send` replies to the callers when the thread is idle, and returns when Redis replied, if it did.
+    /// Sends batches until it is dropped. `send` replies to the callers when the thread is idle. It returns the time of the reply of Redis,
+    /// or `None` without one.
     pub(crate) fn new<F>(
         config: BatchConfig,
         runtime: &RuntimeHandle,
@@ -103,7 +106,7 @@ impl<W: Send + 'static> Batcher<W> {
     {
         let (queue, queued) = mpsc::channel(MAX_QUEUED);
         let in_flight: Arc<AtomicUsize> = Arc::default();
-        let rtt = Arc::new(RttEstimate {
+        let rtt = Arc::new(LastBatch {
             epoch: Instant::now(),
             last_return: AtomicU64::new(0),
             round_trip: AtomicU64::new(0),
@@ -113,7 +116,7 @@ impl<W: Send + 'static> Batcher<W> {
         let send = {
             let (in_flight, rtt, idle) = (Arc::clone(&in_flight), Arc::clone(&rtt), idle.clone());
             move |batch: Vec<W>| {
-                // Only a batch of several calls delays direct calls.
+                // A pause after the return follows only a batch of several calls.
                 let rtt = (batch.len() > 1).then(|| Arc::clone(&rtt));
                 let permit = InFlightPermit::new(&in_flight, config.max_unbatched).0;
                 let (sent, idle) = (Instant::now(), idle.clone());
@@ -202,7 +205,7 @@ impl<W> Drop for Batcher<W> {
     }
 }
 
-impl RttEstimate {
+impl LastBatch {
     fn record_return(&self, sent: Instant, replied_at: Option<Instant>) {
         // Without a reply, the duration is no round trip. A batch that takes longer than `LATE` delays no other.
         if let Some(replied_at) = replied_at {
@@ -212,7 +215,7 @@ impl RttEstimate {
         self.last_return.store(self.epoch.elapsed().as_micros() as u64 + 1, Ordering::Relaxed);
     }
 
-    /// How many full batches may be in flight, so that Redis need not wait for the next: `nearby` if the server is nearby.
+    /// How many full batches may be in flight: `nearby`, and one more for each `NEARBY_ROUND_TRIP` in the measured round trip.
     fn window(&self, nearby: usize) -> usize {
         nearby + (self.round_trip.load(Ordering::Relaxed) / NEARBY_ROUND_TRIP.as_micros() as u64) as usize
     }
@@ -241,7 +244,7 @@ impl Drop for InFlightPermit {
 /// Waits until all callers have given up and the reply would be late. A call must not hold its permit longer, or a dead connection or a
 /// stalled node would take all permits. It must not be cancelled earlier, because dead connections are detected by commands that are
 /// cancelled late. No timer is set while a caller waits.
-pub(crate) async fn abandoned<W, T>(calls: &mut [W], reply: fn(&mut W) -> &mut oneshot::Sender<T>) {
+pub(crate) async fn until_abandoned<W, T>(calls: &mut [W], reply: fn(&mut W) -> &mut oneshot::Sender<T>) {
     let late = Instant::now() + LATE;
     for call in calls {
         reply(call).closed().await;
@@ -254,7 +257,7 @@ async fn send_batches<W, F>(
     mut queued: mpsc::Receiver<W>,
     config: BatchConfig,
     threshold: Arc<Threshold>,
-    rtt: Arc<RttEstimate>,
+    rtt: Arc<LastBatch>,
     idle: Idle,
     send: impl Fn(Vec<W>) -> F,
 ) where
@@ -267,7 +270,8 @@ async fn send_batches<W, F>(
     // call again.
     let mut callers = 0_usize;
     let batch_size = |callers: usize| callers.div_ceil((config.split)(callers)).clamp(1, config.max_batch);
-    // Fires when a batch may be late. It is not reset for each batch, because a reset wakes the thread that polls this runtime's sockets.
+    // Fires when a batch may be late. It is set again only when it has fired: a reset wakes the thread that polls the sockets of this
+    // runtime.
     let mut late_timer = pin!(sleep_until(Instant::now()));
     loop {
         threshold.count.store(config.max_batch, Ordering::Relaxed);
@@ -512,7 +516,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn round_trip_is_measured_by_replies_only() {
-        let rtt = RttEstimate { epoch: Instant::now(), last_return: AtomicU64::new(0), round_trip: AtomicU64::new(0) };
+        let rtt = LastBatch { epoch: Instant::now(), last_return: AtomicU64::new(0), round_trip: AtomicU64::new(0) };
         let sent = Instant::now();
         tokio::time::advance(Duration::from_millis(60)).await;
         rtt.record_return(sent, None);

@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::batcher::{BatchConfig, Batcher, InFlightPermit, abandoned};
+use super::batcher::{BatchConfig, Batcher, InFlightPermit, until_abandoned};
 use super::deferred::Idle;
 use crate::backend::redis::codec::rate_limit::encode;
 use crate::backend::redis::connection::runtime::RuntimeHandle;
@@ -92,7 +92,7 @@ async fn send(servers: &Servers, scripts: &Scripts, idle: &Idle, mut batch: Vec<
     let connected = tokio::select! {
         biased;
         connected = servers.connected() => connected,
-        () = abandoned(&mut batch, |pending| &mut pending.reply) => return None,
+        () = until_abandoned(&mut batch, |pending| &mut pending.reply) => return None,
     };
     if let Err(error) = connected {
         batch.into_iter().for_each(|pending| drop(pending.reply.send(Err(error.clone()))));
@@ -121,7 +121,7 @@ async fn send(servers: &Servers, scripts: &Scripts, idle: &Idle, mut batch: Vec<
     let answer = tokio::select! {
         biased;
         answer = scripts.check_many.run(servers, &keys, &groups) => answer,
-        () = abandoned(&mut replies, |reply| reply) => return None,
+        () = until_abandoned(&mut replies, |reply| reply) => return None,
     };
     let replied_at = answer.is_ok().then(Instant::now);
     let answers = match answer {

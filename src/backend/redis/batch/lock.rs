@@ -12,7 +12,7 @@ use redis::{RedisError, Value};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::batcher::{BatchConfig, Batcher, InFlightPermit, abandoned};
+use super::batcher::{BatchConfig, Batcher, InFlightPermit, until_abandoned};
 use super::deferred::Idle;
 use crate::backend::redis::connection::runtime::RuntimeHandle;
 use crate::backend::redis::error::{store_error, unexpected_reply};
@@ -114,7 +114,7 @@ async fn send(
     let connected = tokio::select! {
         biased;
         connected = servers.connected() => connected,
-        () = abandoned(&mut batch, |pending| &mut pending.reply) => return None,
+        () = until_abandoned(&mut batch, |pending| &mut pending.reply) => return None,
     };
     if let Err(error) = connected {
         return answer_callers(&idle, Err(error), 0, batch).await;
@@ -155,7 +155,7 @@ async fn send_group(
         biased;
         reply = scripts.lock_exchange(servers, &names, &tokens, ttl, fences, floor) => reply,
         // The batch is executed anyway, and a release that may not have been sent is retried.
-        () = abandoned(&mut group, |pending| &mut pending.reply) => return None,
+        () = until_abandoned(&mut group, |pending| &mut pending.reply) => return None,
     };
     if let Ok(reply) = &reply {
         granted_fences(reply, acquisitions).for_each(|fence| scripts.granted(fence, fences));

@@ -11,7 +11,7 @@ use redis::Value;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::batcher::{BatchConfig, Batcher, InFlightPermit, abandoned};
+use super::batcher::{BatchConfig, Batcher, InFlightPermit, until_abandoned};
 use super::deferred::Idle;
 use crate::backend::redis::codec::job::PackedJobs;
 use crate::backend::redis::connection::runtime::RuntimeHandle;
@@ -120,7 +120,7 @@ async fn send_group(
     let answer = tokio::select! {
         biased;
         answer = push(servers, scripts, &keys, max_jobs, &jobs) => answer,
-        () = abandoned(&mut replies, |reply| reply) => return None,
+        () = until_abandoned(&mut replies, |reply| reply) => return None,
     };
     let replied_at = answer.is_ok().then(Instant::now);
     idle.when_idle(move || {

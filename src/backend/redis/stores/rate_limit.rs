@@ -35,7 +35,7 @@ impl RedisBackend {
         read(text(&reply)?, policy, cost, verb)
     }
 
-    /// Checks a key without logs, directly or in a batch.
+    /// Checks a key whose policy has no sliding log, directly or in a batch.
     async fn check_plain(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Reply, StoreError> {
         let Inner { servers, keys, scripts, check_batcher, .. } = &*self.inner;
         let mut place = None;
@@ -53,7 +53,7 @@ impl RedisBackend {
         Ok(Reply::from_slice(text(&reply?)?))
     }
 
-    /// Refunds charges, in a task that runs to its end even if the caller is dropped. Each call has its own timeout.
+    /// Refunds charges. With a runtime and a free permit, a task does it, which outlives its caller. Each call has its own timeout.
     fn refund(&self, charges: Vec<Charge>) -> impl Future<Output = Result<(), StoreError>> + Send + use<> {
         let (backend, place) = (self.clone(), Arc::clone(&self.inner.refunds).try_acquire_owned());
         let refund = async move { refund_charges(&backend, charges).await };
@@ -128,7 +128,8 @@ impl RateLimitStore for RedisBackend {
             redis::Value::Array(replies) if replies.len() == requests.len() => replies.as_slice(),
             _ => return Err(unexpected_reply(&reply)),
         };
-        // Each reply has the status of its own key, but the keys were charged only if all of them were admitted.
+        // Each reply has the status of its own key, but the keys were charged only if all of them were admitted. If one was denied, the
+        // replies are decoded as peeks.
         let admitted = replies
             .iter()
             .all(|reply| matches!(reply, redis::Value::BulkString(text) if rate_limit::is_admitted(text)));
@@ -144,7 +145,7 @@ impl RateLimitStore for RedisBackend {
     async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
-        // No charge is larger.
+        // No charge is larger than this, so nothing is lost.
         let max = Quota::MAX_UNITS as i64;
         let descriptor = descriptor(policy, &keys, change.clamp(-max, max));
         scripts.rate_limit_check(servers, CheckMode::Settle(receipt), &[descriptor]).await.map(drop)
