@@ -219,24 +219,30 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
     pub(super) async fn look_up(&self, key: &CacheKey) -> Result<Lookup<T>, StoreError> {
         #[cfg(feature = "local-cache")]
         if let Some(local) = &self.local {
-            let result = self.look_up_local_first(local, key).await;
+            if let Some(lookup) = local.get_fresh(key.key())
+                && self.generations.are_cached(lookup.tags())
+            {
+                return Ok(lookup);
+            }
+            // Boxed, so that the future of a local hit is small.
+            let result = Box::pin(self.look_up_store_and_insert(local, key)).await;
             return result.or_else(|error| local.get_during_outage(key.key()).ok_or(error));
         }
         self.read_entry(key).await
     }
 
     #[cfg(feature = "local-cache")]
-    async fn look_up_local_first(&self, local: &Local<T>, key: &CacheKey) -> Result<Lookup<T>, StoreError> {
-        if let Some(lookup) = local.get_fresh(key.key()) {
-            let tags = lookup.found.as_ref().map_or(&[][..], |found| &found.tags);
-            if self.generations.are_current(&self.client, key.cache(), tags).await? {
-                return Ok(lookup);
-            }
+    async fn look_up_store_and_insert(&self, local: &Local<T>, key: &CacheKey) -> Result<Lookup<T>, StoreError> {
+        // Its generations may only have to be read again.
+        if let Some(lookup) = local.get_fresh(key.key())
+            && self.generations.are_current(&self.client, key.cache(), lookup.tags()).await?
+        {
+            return Ok(lookup);
         }
         // The subscription begins before the entry is read, so no change is missed.
-        let reading = local.start_read(self.client.watch(key).await);
+        let start = local.start_read(self.client.watch(key).await);
         let lookup = self.read_entry(key).await?;
-        local.insert(*key.key(), &lookup, reading);
+        local.insert(*key.key(), &lookup, start);
         Ok(lookup)
     }
 

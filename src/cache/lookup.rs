@@ -14,6 +14,13 @@ pub(crate) struct Lookup<T> {
     pub(crate) found: Option<Found<T>>,
 }
 
+impl<T> Lookup<T> {
+    #[cfg(feature = "local-cache")]
+    pub(super) fn tags(&self) -> &[TagGeneration] {
+        self.found.as_ref().map_or(&[], |found| &found.tags)
+    }
+}
+
 /// An entry that may be served.
 pub(crate) struct Found<T> {
     pub(crate) value: Option<Arc<T>>,

@@ -35,6 +35,11 @@ impl Generations {
     const MAX_AGE: Duration = Duration::from_secs(1);
     const CAPACITY: usize = 10_000;
 
+    /// Whether all tags of an entry have the generations of this process. If not, they may be outdated.
+    pub(super) fn are_cached(&self, tags: &[TagGeneration]) -> bool {
+        tags.iter().all(|tag| self.cached(&tag.tag) == Some(tag.generation))
+    }
+
     /// Whether all tags of an entry have the generations that they had before its load.
     pub(super) async fn are_current(
         &self,
@@ -42,7 +47,7 @@ impl Generations {
         cache: &Key,
         tags: &[TagGeneration],
     ) -> Result<bool, StoreError> {
-        if tags.is_empty() {
+        if self.are_cached(tags) {
             return Ok(true);
         }
         // A generation may have been replaced since it was read, so one that differs is read again.

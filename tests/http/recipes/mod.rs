@@ -2,6 +2,7 @@
 
 #![allow(dead_code, reason = "the recipes have functions that only their users call")]
 
+mod cached;
 mod leader;
 mod login;
 mod nginx;
@@ -36,6 +37,7 @@ const SOON: Duration = Duration::from_secs(20);
 #[test]
 fn guide_shows_the_tested_code() {
     let files = [
+        ("cached", include_str!("cached.rs")),
         ("leader", include_str!("leader.rs")),
         ("login", include_str!("login.rs")),
         ("nginx", include_str!("nginx.rs")),
