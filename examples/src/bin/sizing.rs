@@ -14,7 +14,7 @@ use tokio::task::JoinSet;
 use tokio::time::sleep;
 use tollgate::backend::redis::bb8_redis::redis;
 use tollgate::idempotency::{Idempotent, Operation};
-use tollgate::{BoxError, DelayQueue, Lease, Limiter, Locks, Policy, Quota, RedisOptions};
+use tollgate::{BoxError, Cache, DelayQueue, Lease, Limiter, Locks, Policy, Quota, RedisOptions};
 
 const DEADLINE: Duration = Duration::from_secs(5);
 
@@ -114,6 +114,13 @@ async fn main() -> Result<(), BoxError> {
         async { Ok(push.await.map(|_| None)?) }
     };
     server.measure("job of 100 bytes, waiting", calls, push).await?;
+
+    let cache = Cache::<String>::new(backend.clone(), "values", Duration::from_secs(3_600)).deadline(DEADLINE);
+    let set = move |number: usize| {
+        let cache = cache.clone();
+        async move { Ok(cache.set(number as u64, format!("{number:0100}")).await.map(|()| None)?) }
+    };
+    server.measure("cached value of 100 bytes, stored", calls, set).await?;
 
     println!("connections of this process: {}", server.info("# Clients", "connected_clients:").await? - others);
     Ok(())
