@@ -48,12 +48,15 @@ async fn ask(caches: &[Cache<String>], ids: impl IntoIterator<Item = u64>) -> Re
     Ok(database.0.load(Ordering::Relaxed))
 }
 
-/// Asks for 200 ids again and again, until the entries of the first round have expired. Returns the largest number of queries in one round.
-async fn worst_round(caches: &[Cache<String>]) -> Result<usize, BoxError> {
+/// Asks for 200 ids again and again, until the entries of the first round have expired. Returns the largest number of queries in two rounds,
+/// since entries that expire together may do so during a round.
+async fn worst_rounds(caches: &[Cache<String>]) -> Result<usize, BoxError> {
     ask(caches, 0..200).await?;
-    let (start, mut worst) = (Instant::now(), 0);
+    let (start, mut worst, mut last) = (Instant::now(), 0, 0);
     while start.elapsed() < Duration::from_millis(2_500) {
-        worst = worst.max(ask(caches, 0..200).await?);
+        let queries = ask(caches, 0..200).await?;
+        worst = worst.max(last + queries);
+        last = queries;
         sleep(Duration::from_millis(20)).await;
     }
     Ok(worst)
@@ -89,8 +92,8 @@ async fn main() -> Result<(), BoxError> {
     println!("mass expiry, 200 ids that were stored together");
     let brief = |name, jitter| [(); 2].map(|()| cache(name, Duration::from_secs(2)).jitter(jitter).early_refresh(0.0));
     let (together, spread) = (brief("together", 0.0), brief("spread", 0.9));
-    let (together, spread) = tokio::join!(worst_round(&together), worst_round(&spread));
-    println!("  without jitter, at the same time: {} queries", together?);
-    println!("  with jitter, at the same time: {} queries", spread?);
+    let (together, spread) = tokio::join!(worst_rounds(&together), worst_rounds(&spread));
+    println!("  without jitter, in two rounds: {} queries", together?);
+    println!("  with jitter, in two rounds: {} queries", spread?);
     Ok(())
 }
