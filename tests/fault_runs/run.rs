@@ -212,7 +212,7 @@ fn judge(
     row.must(judged > 200, || format!("only {judged} calls after the recovery"));
 
     // Failures.
-    let early = failed().filter(|call| call.ended() < strike.since && !starved(call)).count();
+    let early = failed().filter(|call| call.ended() < strike.start && !starved(call)).count();
     let all = row.failed;
     let first = || failed().map(|call| format!("{:?}", call.outcome)).next().unwrap_or_default();
     row.must(early == 0, || format!("{early} calls failed before the fault, first {}", first()));
@@ -284,7 +284,7 @@ fn over_admitted(
     // A primary that was replaced and lives on may have admitted units that are unknown to the new one, but only in this time.
     let mut meanwhile: HashMap<String, u64> = HashMap::new();
     let well = strike.back + fault.recovery;
-    let is_meanwhile = |call: &&Call| call.since <= well && call.ended() >= strike.since;
+    let is_meanwhile = |call: &&Call| call.since <= well && call.ended() >= strike.start;
     for call in calls.iter().filter(|call| call.outcome.seen == Seen::Admitted).filter(is_meanwhile) {
         *meanwhile.entry(call.outcome.subject.clone()).or_default() += 1;
     }
