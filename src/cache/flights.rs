@@ -135,7 +135,7 @@ impl<T> FlightHandle<T> {
         self.detach_from(&mut self.flights.running());
     }
 
-    /// The same, if the load has no callers.
+    /// The same, if the load has no callers. Returns whether it has none.
     pub(super) fn detach_if_no_callers(&self) -> bool {
         // Locked, so that no caller joins meanwhile.
         let mut running = self.flights.running();

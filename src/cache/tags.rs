@@ -35,7 +35,7 @@ impl Generations {
     const MAX_AGE: Duration = Duration::from_secs(1);
     const CAPACITY: usize = 10_000;
 
-    /// Whether all tags of an entry have the generations of this process. If not, they may be outdated.
+    /// Whether this process has read all these generations within the last second. If not, the store decides.
     pub(super) fn are_cached(&self, tags: &[TagGeneration]) -> bool {
         tags.iter().all(|tag| self.cached(&tag.tag) == Some(tag.generation))
     }
