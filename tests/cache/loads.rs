@@ -1,16 +1,18 @@
 //! Loads: once for many callers, stale values, failures and cancellation. Each test runs on memory with a paused clock.
 
 use std::future::pending;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use tokio::runtime::Runtime;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::{advance, sleep, timeout};
 use tollgate::cache::{CacheError, Loaded};
 use tollgate::testing::{Failure, FaultStore};
-use tollgate::{BoxError, Cache, MemoryBackend};
+use tollgate::{BoxError, Cache, Codec, MemoryBackend};
 
 const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
@@ -181,6 +183,53 @@ async fn panicking_loader_is_an_error_and_releases_the_key() {
         advance(ms(10)).await;
     }
     assert_eq!(get(&cache, &Origin::default()).await.unwrap(), Some(1));
+}
+
+/// Cannot encode: panics.
+struct Panicking;
+
+impl Codec<usize> for Panicking {
+    fn encode(&self, _: &usize) -> Result<Vec<u8>, BoxError> {
+        panic!("no form for this value")
+    }
+
+    fn decode(&self, _: &[u8]) -> Result<usize, BoxError> {
+        Err("no value in this form".into())
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn panicking_codec_is_an_error_for_all_callers() {
+    let cache = Cache::with_codec(MemoryBackend::new(), "numbers", secs(60), Panicking);
+    let call = || cache.get_or_fill("a", async || Ok::<_, BoxError>(1));
+    let (first, second) = tokio::join!(call(), call());
+    for outcome in [first, second] {
+        let error = outcome.unwrap_err();
+        assert!(matches!(error, CacheError::Panicked), "{error:?}");
+    }
+}
+
+#[test]
+fn load_whose_runtime_ends_is_an_error() {
+    let (loading, calling) = (Runtime::new().unwrap(), Runtime::new().unwrap());
+    let cache = cache(&MemoryBackend::new());
+    let begun = Arc::new(Notify::new());
+    let (first, begins) = (cache.clone(), Arc::clone(&begun));
+    loading.spawn(async move {
+        let load = async move || {
+            begins.notify_one();
+            pending::<Result<usize, BoxError>>().await
+        };
+        first.get_or_fill("a", load).await
+    });
+    calling.block_on(async {
+        begun.notified().await;
+        let mut second = pin!(cache.get_or_fill("a", async || Ok::<_, BoxError>(2)));
+        assert!(futures_util::poll!(&mut second).is_pending());
+        loading.shutdown_background();
+        let error = timeout(secs(10), second).await.expect("the load has ended").unwrap_err();
+        assert!(matches!(error, CacheError::Closed), "{error:?}");
+    });
 }
 
 #[tokio::test(start_paused = true)]
