@@ -142,10 +142,7 @@ impl StoreClient {
     pub(super) async fn call_always<T>(&self, call: Call<'_, T>) -> Result<T, StoreError> {
         require_nonzero_deadline(self.deadline)?;
         let reply = Deadline::new(call, self.deadline).await;
-        match &reply {
-            Ok(_) => self.circuit.answered(self),
-            Err(error) => self.circuit.failed(self, error),
-        }
+        self.circuit.record(self, &reply);
         reply
     }
 
@@ -160,30 +157,11 @@ impl StoreClient {
             let changes = self.store.watch(key).await;
             if changes.may_have_changed() { Err(StoreError::late("no subscription")) } else { Ok(changes) }
         };
-        match Deadline::new(confirmed, self.deadline).await {
-            Ok(changes) => {
-                self.subscriptions.answered(&Unobserved);
-                changes
-            }
-            Err(error) => {
-                self.subscriptions.failed(&Unobserved, &error);
-                Notifications::none()
-            }
-        }
+        let changes = Deadline::new(confirmed, self.deadline).await;
+        // Not observed: if subscriptions fail, only hits take longer.
+        self.subscriptions.record(&(), &changes);
+        changes.unwrap_or_else(|_| Notifications::none())
     }
-}
-
-/// The circuit of subscriptions: if they fail, only hits take longer.
-#[cfg(feature = "local-cache")]
-struct Unobserved;
-
-#[cfg(feature = "local-cache")]
-impl CircuitObserver for Unobserved {
-    fn failed(&self) {}
-    fn opened(&self) {}
-    fn closed(&self) {}
-    fn outage_begins(&self, _: &StoreError) {}
-    fn outage_ends(&self) {}
 }
 
 impl CircuitObserver for StoreClient {

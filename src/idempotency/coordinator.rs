@@ -137,10 +137,7 @@ impl Coordinator {
 
     /// Records the result of a store call in the circuit.
     pub(super) fn record_result<T>(&self, answer: Result<T, StoreError>) -> Result<T, StoreError> {
-        match &answer {
-            Ok(_) => self.circuit.answered(self),
-            Err(error) => self.circuit.failed(self, error),
-        }
+        self.circuit.record(self, &answer);
         answer
     }
 

@@ -659,10 +659,7 @@ fn record_answers(
         let is_complete = answers.len() == acquisitions.len();
         if is_complete { Ok(answers) } else { Err(StoreError::other("the store did not answer for each lock")) }
     });
-    match &answers {
-        Ok(_) => shared.circuit().answered(shared),
-        Err(error) => shared.circuit().failed(shared, error),
-    }
+    shared.circuit().record(shared, &answers);
     for (i, (acquisition, _)) in acquisitions.iter_mut().enumerate() {
         acquisition.record_answer(answers.as_ref().map(|answers| answers[i]));
     }

@@ -339,10 +339,7 @@ impl<B: RateLimitStore> Limiter<B> {
         if let Some(start) = start {
             self.policy.meters().store_answered(start.elapsed());
         }
-        match &result {
-            Ok(_) => self.circuit.answered(&self.policy),
-            Err(error) => self.circuit.failed(&self.policy, error),
-        }
+        self.circuit.record(&self.policy, &result);
         result
     }
 }

@@ -60,14 +60,17 @@ impl Default for CircuitBreaker {
 /// Receives the events of a circuit, for metrics and the log.
 pub(crate) trait CircuitObserver {
     /// A call has failed.
-    fn failed(&self);
-    fn opened(&self);
-    fn closed(&self);
+    fn failed(&self) {}
+    fn opened(&self) {}
+    fn closed(&self) {}
     /// The first failure after a period without failures.
-    fn outage_begins(&self, error: &StoreError);
+    fn outage_begins(&self, _: &StoreError) {}
     /// A reply after a period without failures.
-    fn outage_ends(&self);
+    fn outage_ends(&self) {}
 }
+
+/// Ignores all events.
+impl CircuitObserver for () {}
 
 /// Whether an outage is in progress and logged.
 #[derive(Debug)]
@@ -174,6 +177,14 @@ impl Circuit {
         error.source().is_some_and(<dyn Error>::is::<CircuitOpen>)
     }
 
+    /// Records the result of a call.
+    pub(crate) fn record<T>(&self, observer: &impl CircuitObserver, result: &Result<T, StoreError>) {
+        match result {
+            Ok(_) => self.answered(observer),
+            Err(error) => self.failed(observer, error),
+        }
+    }
+
     /// Records a failure of the store. Failures of an open circuit do not count.
     pub(crate) fn failed(&self, observer: &impl CircuitObserver, error: &StoreError) {
         if Self::is_cause_of(error) {
@@ -235,20 +246,10 @@ impl Error for CircuitOpen {}
 mod tests {
     use super::*;
 
-    struct NoObserver;
-
-    impl CircuitObserver for NoObserver {
-        fn failed(&self) {}
-        fn opened(&self) {}
-        fn closed(&self) {}
-        fn outage_begins(&self, _: &StoreError) {}
-        fn outage_ends(&self) {}
-    }
-
     #[tokio::test(start_paused = true)]
     async fn open_circuit_admits_one_probe_per_interval() {
         let circuit = Circuit::new(CircuitBreaker::new().failures(3).probe_interval(Duration::from_millis(50)));
-        let fail = || circuit.failed(&NoObserver, &StoreError::timeout());
+        let fail = || circuit.failed(&(), &StoreError::timeout());
         for _ in 0..3 {
             assert!(circuit.admit().is_ok());
             fail();
@@ -260,7 +261,7 @@ mod tests {
             assert!(circuit.admit().is_ok());
             assert!(circuit.admit().is_err());
         }
-        circuit.answered(&NoObserver);
+        circuit.answered(&());
         for _ in 0..10 {
             assert!(circuit.admit().is_ok());
         }
@@ -272,13 +273,13 @@ mod tests {
     async fn reply_between_failures_keeps_circuit_closed() {
         let circuit = Circuit::new(CircuitBreaker::new().failures(2));
         for _ in 0..10 {
-            circuit.failed(&NoObserver, &StoreError::timeout());
-            circuit.answered(&NoObserver);
+            circuit.failed(&(), &StoreError::timeout());
+            circuit.answered(&());
             assert!(circuit.admit().is_ok());
         }
         let never = Circuit::new(CircuitBreaker::off());
         for _ in 0..10_000 {
-            never.failed(&NoObserver, &StoreError::timeout());
+            never.failed(&(), &StoreError::timeout());
             assert!(never.admit().is_ok());
         }
     }
@@ -286,10 +287,10 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn foreign_data_closes_open_circuit() {
         let circuit = Circuit::new(CircuitBreaker::new().failures(1));
-        circuit.failed(&NoObserver, &StoreError::timeout());
+        circuit.failed(&(), &StoreError::timeout());
         tokio::time::advance(Duration::from_millis(101)).await;
         assert!(circuit.admit().is_ok());
-        circuit.failed(&NoObserver, &StoreError::foreign_data("WRONGTYPE"));
+        circuit.failed(&(), &StoreError::foreign_data("WRONGTYPE"));
         assert!(circuit.admit().is_ok() && circuit.admit().is_ok());
     }
 
@@ -298,7 +299,7 @@ mod tests {
         tokio::time::advance(Duration::from_secs(1)).await;
         let circuit = Circuit::new(CircuitBreaker::new().failures(1).probe_interval(Duration::MAX));
         tokio::time::advance(Duration::from_secs(1)).await;
-        circuit.failed(&NoObserver, &StoreError::timeout());
+        circuit.failed(&(), &StoreError::timeout());
         tokio::time::advance(Duration::from_secs(1_000_000_000)).await;
         assert!(circuit.admit().is_err());
     }
@@ -307,7 +308,7 @@ mod tests {
     async fn foreign_data_does_not_open_circuit() {
         let circuit = Circuit::new(CircuitBreaker::new());
         for _ in 0..100 {
-            circuit.failed(&NoObserver, &StoreError::foreign_data("WRONGTYPE"));
+            circuit.failed(&(), &StoreError::foreign_data("WRONGTYPE"));
         }
         assert!(circuit.admit().is_ok());
     }

@@ -166,10 +166,7 @@ impl StoreClient {
         let deadline = self.settings.deadline;
         require_nonzero_deadline(deadline)?;
         let reply = Deadline::new(call, deadline).await;
-        match &reply {
-            Ok(_) => self.circuit.answered(self),
-            Err(error) => self.circuit.failed(self, error),
-        }
+        self.circuit.record(self, &reply);
         reply
     }
 

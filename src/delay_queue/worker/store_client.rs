@@ -53,11 +53,8 @@ impl StoreClient {
     }
 
     pub(crate) fn ended<T>(&self, queue: &QueueKey, reply: &Result<T, StoreError>) {
-        let (circuit, observer) = (self.circuit(queue), PartObserver { client: self, queue });
-        match reply {
-            Ok(_) => circuit.answered(&observer),
-            Err(error) => circuit.failed(&observer, error),
-        }
+        let (circuit, observer) = (self.circuit(queue), PartitionObserver { client: self, queue });
+        circuit.record(&observer, reply);
     }
 
     /// Counts the result of a push of `jobs` jobs.
@@ -118,12 +115,12 @@ impl CircuitWait {
 }
 
 /// A partition of the queue, as the observer of its circuit.
-struct PartObserver<'a> {
+struct PartitionObserver<'a> {
     client: &'a StoreClient,
     queue: &'a QueueKey,
 }
 
-impl CircuitObserver for PartObserver<'_> {
+impl CircuitObserver for PartitionObserver<'_> {
     fn failed(&self) {
         self.client.metrics().store_failed();
     }
