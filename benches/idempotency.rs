@@ -24,7 +24,7 @@ use http_body::Body;
 use http_body_util::{BodyExt, Full};
 use support::server::{RedisServer, binary};
 use tollgate::idempotency::Operation;
-use tollgate::idempotency::store::{Claim, Completion, Digest, IdempotencyStore, Payload};
+use tollgate::idempotency::store::{BodyFingerprint, Claim, Completion, Digest, IdempotencyStore};
 use tollgate::lock::store::Token;
 use tollgate::{GlobalKey, IdempotencyLayer, MemoryBackend, RedisBackend, RedisOptions};
 use tower::{Layer, Service, ServiceExt, service_fn};
@@ -151,7 +151,7 @@ fn ceiling(server: &RedisServer, runtime: &tokio::runtime::Runtime, backend: &Re
             let (lease, retention) = (Duration::from_secs(10), Duration::from_secs(3_600));
             let claim = Claim::new(token, head, lease, retention);
             backend.begin(&operation, &claim).await.expect("Redis answers");
-            let completion = Completion::new(vec![b'x'; 1_024], Payload::default(), retention);
+            let completion = Completion::new(vec![b'x'; 1_024], BodyFingerprint::default(), retention);
             backend.complete(&operation, &token, &completion).await.expect("Redis answers");
         }
     });

@@ -9,7 +9,7 @@ use crate::cache::store::{CacheKey, CacheStore, Entry, EntryId, Mark, NewEntry};
 use crate::delay_queue::store::{Ack, Admission, Claimed, DelayQueueStore, Extended, JobLease, QueueKey, WorkerId};
 use crate::delay_queue::{self, Cancelled, Changed, Counts, Due, JobId, NewJob, State, StoredJob};
 use crate::error::{ConfigError, ConnectError, StoreError};
-use crate::idempotency::store::{Begun, Completion, IdempotencyRegistry, IdempotencyStore, Payload};
+use crate::idempotency::store::{Begun, BodyFingerprint, Completion, IdempotencyRegistry, IdempotencyStore};
 use crate::idempotency::{self, Checkpoint, Operation, OperationPage, OperationStatus, StoredResponse};
 use crate::key::Key;
 use crate::lock::store::{Acquired, Claim, LockRegistry, LockStore, Notifications, Released, Renewal, Token};
@@ -313,15 +313,15 @@ impl IdempotencyStore for AnyBackend {
         delegate!(self, store => store.begin(operation, claim).await)
     }
 
-    fn begin_now(&self, operation: &Operation, claim: &idempotency::store::Claim) -> Option<Result<Begun, StoreError>> {
-        delegate!(self, store => store.begin_now(operation, claim))
+    fn try_begin(&self, operation: &Operation, claim: &idempotency::store::Claim) -> Option<Result<Begun, StoreError>> {
+        delegate!(self, store => store.try_begin(operation, claim))
     }
 
     async fn renew(
         &self,
         operation: &Operation,
         claim: &idempotency::store::Claim,
-        payload: &Payload,
+        payload: &BodyFingerprint,
     ) -> Result<bool, StoreError> {
         delegate!(self, store => IdempotencyStore::renew(store, operation, claim, payload).await)
     }
@@ -330,7 +330,7 @@ impl IdempotencyStore for AnyBackend {
         &self,
         operation: &Operation,
         claim: &idempotency::store::Claim,
-        payload: &Payload,
+        payload: &BodyFingerprint,
         checkpoint: &Checkpoint,
     ) -> Result<bool, StoreError> {
         delegate!(self, store => store.checkpoint(operation, claim, payload, checkpoint).await)
@@ -471,8 +471,8 @@ impl ExistsFilterStore for AnyBackend {
         delegate!(self, store => ExistsFilterStore::read_blocks(store, filter, version, first, count).await)
     }
 
-    async fn grow(&self, filter: &Key, version: &Token, layout: &Layout) -> Result<bool, StoreError> {
-        delegate!(self, store => ExistsFilterStore::grow(store, filter, version, layout).await)
+    async fn allocate(&self, filter: &Key, version: &Token, layout: &Layout) -> Result<bool, StoreError> {
+        delegate!(self, store => ExistsFilterStore::allocate(store, filter, version, layout).await)
     }
 
     async fn begin_build(

@@ -107,11 +107,11 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
         mut loader: impl Loader<T>,
         handle: FlightHandle<T>,
     ) -> Outcome<T> {
-        let permission = match observed {
+        let acquired = match observed {
             Observed::Entry(seen) => self.acquire(&key, seen, &claim, &mut loader).await?,
             Observed::StoreFailed(error) => Acquired::StoreFailed(error),
         };
-        let (lease, _permit) = match permission {
+        let (lease, _permit) = match acquired {
             Acquired::Found(value) => return Ok(value),
             Acquired::Leased(tags) => (Some(tags), None),
             Acquired::Uncached => (None, None),
@@ -131,9 +131,9 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
                 loading.await
             }
         };
-        let cost = started.elapsed();
+        let load_time = started.elapsed();
         let load = match (&loaded, lease) {
-            (Ok(loaded), Some(tags)) => self.store(&key, &claim, loaded, cost, tags).await,
+            (Ok(loaded), Some(tags)) => self.store(&key, &claim, loaded, load_time, tags).await,
             (Ok(_), None) => LoadOutcome::NotStored,
             (Err(_), Some(_)) => {
                 self.release(&key, &claim, Some(Mark::Failed { retry_after: self.options.error_for })).await;
@@ -141,7 +141,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
             }
             (Err(_), None) => LoadOutcome::Failed,
         };
-        self.client.meters().loaded(load, cost);
+        self.client.meters().loaded(load, load_time);
         loaded.map(|loaded| loaded.value.map(Arc::new))
     }
 
@@ -240,7 +240,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
             return Ok(lookup);
         }
         // The subscription begins before the entry is read, so no change is missed.
-        let start = local.start_read(self.client.watch(key).await);
+        let start = local.before_read(self.client.watch(key).await);
         let lookup = self.read_entry(key).await?;
         local.insert(*key.key(), &lookup, start);
         Ok(lookup)
@@ -251,7 +251,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
         let Some(entry) = self.client.call(self.client.store.get(key)).await? else {
             return Ok(Lookup { id: EntryId::default(), found: None });
         };
-        let Entry { id, content, age, fresh_for, expires_in, cost, tags } = entry;
+        let Entry { id, content, age, fresh_for, expires_in, load_time, tags } = entry;
         let is_valid = self.generations.are_current(&self.client, key.cache(), &tags).await?;
         let value = if is_valid { self.decode(key, &content) } else { None };
         let found = value.map(|value| Found {
@@ -260,7 +260,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
             age_when_read: age,
             fresh_until: read + fresh_for,
             expires: read + expires_in,
-            cost,
+            load_time,
             tags,
             is_local: false,
         });
@@ -308,7 +308,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
         key: &CacheKey,
         claim: &Claim,
         loaded: &Loaded<T>,
-        cost: Duration,
+        load_time: Duration,
         tags: Vec<TagGeneration>,
     ) -> LoadOutcome {
         let value = match self.encode(key, loaded) {
@@ -318,7 +318,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
                 return LoadOutcome::NotStored;
             }
         };
-        let entry = self.options.entry(value, loaded.times(), cost, tags);
+        let entry = self.options.entry(value, loaded.times(), load_time, tags);
         match self.client.call(self.client.store.put(key, &claim.token, &entry)).await {
             Ok(true) => LoadOutcome::Stored,
             Ok(false) => {

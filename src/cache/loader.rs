@@ -49,12 +49,12 @@ where
 }
 
 /// A loader that notes when it has returned.
-pub(super) struct EndMarker<L> {
+pub(super) struct EndTracker<L> {
     pub(super) loader: L,
     pub(super) has_ended: Arc<AtomicBool>,
 }
 
-impl<T: Send, L: Loader<T>> Loader<T> for EndMarker<L> {
+impl<T: Send, L: Loader<T>> Loader<T> for EndTracker<L> {
     async fn load(self) -> Result<Loaded<T>, CacheError> {
         let loaded = self.loader.load().await;
         self.has_ended.store(true, Ordering::Release);

@@ -28,7 +28,7 @@ struct LocalEntry<T> {
 }
 
 /// When an entry is read: what was the case before.
-pub(super) struct ReadStart {
+pub(super) struct StateBeforeRead {
     removals: u64,
     changes: Notifications,
 }
@@ -40,8 +40,8 @@ impl<T: Send + Sync + 'static> Local<T> {
     }
 
     /// Call it before an entry is read. `changes` notifies of its changes from now on.
-    pub(super) fn start_read(&self, changes: Notifications) -> ReadStart {
-        ReadStart { removals: *self.lock(), changes }
+    pub(super) fn before_read(&self, changes: Notifications) -> StateBeforeRead {
+        StateBeforeRead { removals: *self.lock(), changes }
     }
 
     /// A fresh value that has not changed since it was read.
@@ -58,8 +58,8 @@ impl<T: Send + Sync + 'static> Local<T> {
     }
 
     /// Keeps a fresh value that the store has returned. If this process has removed an entry meanwhile, that may be outdated.
-    pub(super) fn insert(&self, key: Key, lookup: &Lookup<T>, start: ReadStart) {
-        let ReadStart { removals, changes } = start;
+    pub(super) fn insert(&self, key: Key, lookup: &Lookup<T>, start: StateBeforeRead) {
+        let StateBeforeRead { removals, changes } = start;
         let Some(found) = &lookup.found else { return self.entries.invalidate(&key) };
         if found.fresh_for().is_zero() || changes.may_have_changed() {
             return;

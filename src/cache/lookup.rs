@@ -36,7 +36,7 @@ pub(crate) struct Found<T> {
     #[cfg_attr(not(feature = "local-cache"), expect(dead_code, reason = "only the local tier needs it"))]
     pub(super) expires: Instant,
     /// How long its load took.
-    pub(super) cost: Duration,
+    pub(super) load_time: Duration,
     pub(super) tags: Vec<TagGeneration>,
     /// From this process, not from the store.
     pub(crate) is_local: bool,

@@ -60,7 +60,7 @@ impl Options {
         &self,
         value: Option<Vec<u8>>,
         loaded: (Option<Duration>, Option<Duration>),
-        cost: Duration,
+        load_time: Duration,
         tags: Vec<TagGeneration>,
     ) -> NewEntry {
         let (fresh_for, stale_for) = loaded;
@@ -72,15 +72,15 @@ impl Options {
         let fresh_for = fresh_for.unwrap_or(default).min(NewEntry::MAX_TTL);
         let fresh_for = fresh_for.mul_f64(1.0 - self.jitter * random());
         let ttl = fresh_for.saturating_add(stale_for).min(NewEntry::MAX_TTL);
-        NewEntry { value: value.map(Into::into), fresh_for, ttl, cost, tags }
+        NewEntry { value: value.map(Into::into), fresh_for, ttl, load_time, tags }
     }
 
     /// Whether to refresh a fresh entry already: XFetch (Vattani, Chierichetti, Lowenstein: Optimal Probabilistic Cache Stampede Prevention,
     /// VLDB 2015).
-    pub(super) fn refreshes_early(&self, fresh_for: Duration, cost: Duration) -> bool {
+    pub(super) fn refreshes_early(&self, fresh_for: Duration, load_time: Duration) -> bool {
         // Not 0, whose logarithm is infinite.
         let draw = || 1.0 - random();
-        let scale = cost.as_secs_f64() * self.early_refresh;
+        let scale = load_time.as_secs_f64() * self.early_refresh;
         // Far from the end, the smallest number, 2^-32, is not small enough either, so none is drawn.
         fresh_for.as_secs_f64() <= scale * 32.0 && scale * -draw().ln() >= fresh_for.as_secs_f64()
     }

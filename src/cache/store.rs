@@ -169,7 +169,7 @@ pub struct Entry {
     /// How long it is still kept, fresh or stale.
     pub expires_in: Duration,
     /// How long its load took.
-    pub cost: Duration,
+    pub load_time: Duration,
     /// Its tags. It is valid while all have these generations. The cache checks this, not the store.
     pub tags: Vec<TagGeneration>,
 }
@@ -179,7 +179,7 @@ impl Entry {
     #[must_use]
     pub const fn new(id: EntryId, content: Content) -> Self {
         let zero = Duration::ZERO;
-        Self { id, content, age: zero, fresh_for: zero, expires_in: zero, cost: zero, tags: Vec::new() }
+        Self { id, content, age: zero, fresh_for: zero, expires_in: zero, load_time: zero, tags: Vec::new() }
     }
 
     /// With this age, and the times for which it is still fresh, and still kept.
@@ -191,8 +191,8 @@ impl Entry {
 
     /// With the time that its load took.
     #[must_use]
-    pub const fn cost(mut self, cost: Duration) -> Self {
-        self.cost = cost;
+    pub const fn load_time(mut self, load_time: Duration) -> Self {
+        self.load_time = load_time;
         self
     }
 
@@ -236,7 +236,7 @@ pub struct NewEntry {
     /// How long it is kept: while it is fresh and then stale. At most [`NewEntry::MAX_TTL`].
     pub ttl: Duration,
     /// How long its load took.
-    pub cost: Duration,
+    pub load_time: Duration,
     /// Its tags, at most [`TagGeneration::MAX`].
     pub tags: Vec<TagGeneration>,
 }
@@ -244,8 +244,8 @@ pub struct NewEntry {
 impl NewEntry {
     /// An entry with a value, or without one if the origin has none. It has no tags.
     #[must_use]
-    pub const fn new(value: Option<Bytes>, fresh_for: Duration, ttl: Duration, cost: Duration) -> Self {
-        Self { value, fresh_for, ttl, cost, tags: Vec::new() }
+    pub const fn new(value: Option<Bytes>, fresh_for: Duration, ttl: Duration, load_time: Duration) -> Self {
+        Self { value, fresh_for, ttl, load_time, tags: Vec::new() }
     }
 
     /// With these tags.

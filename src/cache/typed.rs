@@ -18,7 +18,7 @@ use super::exists_filter::ExistsFilter;
 use super::flights::{Flights, LoadWaiter, Outcome};
 use super::load::{Inner, Observed};
 use super::loaded::Loaded;
-use super::loader::{EndMarker, Loader, LoaderFn};
+use super::loader::{EndTracker, Loader, LoaderFn};
 #[cfg(feature = "local-cache")]
 use super::local::Local;
 use super::lookup::{Found, Lookup};
@@ -435,7 +435,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         let (fresh_for, value) = (found.fresh_for(), found.value);
         let is_fresh = !fresh_for.is_zero();
         let fresh = if found.is_local { Served::Local } else { Served::Fresh };
-        if is_fresh && !options.refreshes_early(fresh_for, found.cost) {
+        if is_fresh && !options.refreshes_early(fresh_for, found.load_time) {
             return (value, fresh);
         }
         // Without a load, for instance in a shutdown, the value is still good.
@@ -470,7 +470,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         let chain = Arc::new(Chain { flights, keys, outer: outer.filter(|_| !is_background) });
         // After the loader only the store call is left: an entry or a mark is stored, also if the callers have gone.
         let runs_without_callers = Arc::new(AtomicBool::new(is_background));
-        let loader = EndMarker { loader, has_ended: Arc::clone(&runs_without_callers) };
+        let loader = EndTracker { loader, has_ended: Arc::clone(&runs_without_callers) };
         let load =
             move |handle| CHAIN.scope(chain, async move { inner.load(key, claim, observed, loader, handle).await });
         let cancel = move || async move { canceller.release(&key, &claim, None).await };
@@ -512,7 +512,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
     /// For a service around the cache: whether a fresh value is loaded again already.
     #[cfg(feature = "http")]
     pub(crate) fn refreshes_early(&self, found: &Found<T>) -> bool {
-        self.inner.options.refreshes_early(found.fresh_for(), found.cost)
+        self.inner.options.refreshes_early(found.fresh_for(), found.load_time)
     }
 
     /// The value of a key if it is cached, fresh or stale. `None` if it is not, or if its absence is cached. Loads nothing.

@@ -36,11 +36,11 @@ fn check_spelling(path: &str) -> Result<(), String> {
         // A pattern always matches the whole path, so `$` is redundant.
         let segment = segment.strip_suffix('$').filter(|_| is_last).unwrap_or(segment);
         suggestion.push('/');
-        match Foreign::of(segment, is_last) {
+        match OtherSyntax::of(segment, is_last) {
             None => suggestion.push_str(segment),
-            Some(Foreign::Segment(name)) => suggestion.extend(["{", &name, "}"]),
-            Some(Foreign::Rest(name)) => suggestion.extend(["{*", &name, "}"]),
-            Some(Foreign::Unknown(char)) => {
+            Some(OtherSyntax::Segment(name)) => suggestion.extend(["{", &name, "}"]),
+            Some(OtherSyntax::Rest(name)) => suggestion.extend(["{*", &name, "}"]),
+            Some(OtherSyntax::Unknown(char)) => {
                 let help = "write `{name}` for a segment, `{*name}` for the rest of a path, and a rule for each of several paths";
                 return Err(format!("no request path contains the `{char}` in `{segment}`: {help}; {ESCAPES}"));
             }
@@ -56,10 +56,10 @@ const ESCAPES: &str = "to match the character itself, write `%2A` (*), `%3A` (:)
      `%5E` (^) or `%7C` (|)";
 
 /// Characters that RFC 3986 allows in no path, and `*`. If a client sends one unescaped, the pattern with its escape matches.
-const RESERVED: [char; 6] = ['*', '[', ']', '\\', '^', '|'];
+const NOT_IN_PATHS: [char; 6] = ['*', '[', ']', '\\', '^', '|'];
 
 /// The meaning of a segment in another system.
-enum Foreign {
+enum OtherSyntax {
     /// One segment with this name.
     Segment(String),
     /// The rest of the path, with this name.
@@ -68,7 +68,7 @@ enum Foreign {
     Unknown(char),
 }
 
-impl Foreign {
+impl OtherSyntax {
     fn of(segment: &str, is_last: bool) -> Option<Self> {
         // In this order: axum 0.7, Express and Rails; Envoy, Kong, Traefik and nginx; Flask and Rocket; actix, gorilla and Spring.
         let rest = |name: &str| {
@@ -88,7 +88,7 @@ impl Foreign {
         let text = segment.replace("{{", "").replace("}}", "");
         let (before, parameter) = text.split_once('{').unwrap_or((&text, ""));
         let (parameter, after) = parameter.split_once('}').unwrap_or((parameter, ""));
-        if let Some(char) = before.chars().chain(after.chars()).find(|char| RESERVED.contains(char)) {
+        if let Some(char) = before.chars().chain(after.chars()).find(|char| NOT_IN_PATHS.contains(char)) {
             return Some(Self::Unknown(char));
         }
         let name = parameter.strip_prefix('*').unwrap_or(parameter);

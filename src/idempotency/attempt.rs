@@ -10,29 +10,29 @@ use tokio::time::Instant;
 use super::background::{BackgroundSettle, SettleTarget};
 use super::checkpoint::Checkpoint;
 use super::context::{OperationContext, Settlement};
-use super::has_payload::HasPayload;
+use super::has_body_fingerprint::HasBodyFingerprint;
 use super::metrics::AttemptOutcome;
-use super::store::{Begun, Payload};
+use super::store::{Begun, BodyFingerprint};
 use crate::error::StoreError;
 use crate::store::circuit::Circuit;
 
 /// The result of a claim.
-pub(crate) enum ClaimResult<P: HasPayload + 'static> {
+pub(crate) enum ClaimResult<P: HasBodyFingerprint + 'static> {
     Granted(Granted<P>),
     NotGranted(Begun),
 }
 
 /// A granted attempt, and the state that earlier attempts left.
-pub(crate) struct Granted<P: HasPayload + 'static> {
+pub(crate) struct Granted<P: HasBodyFingerprint + 'static> {
     pub(crate) attempt: Attempt<P>,
     pub(crate) fence: u64,
     pub(crate) number: u32,
-    pub(crate) payload: Payload,
+    pub(crate) payload: BodyFingerprint,
     pub(crate) checkpoint: Option<Checkpoint>,
 }
 
 /// An operation that this process holds.
-pub(crate) struct Attempt<P: HasPayload + 'static> {
+pub(crate) struct Attempt<P: HasBodyFingerprint + 'static> {
     context: Arc<OperationContext<P>>,
     on_drop: DropAction,
     is_in_work: AtomicBool,
@@ -56,7 +56,7 @@ enum DropAction {
     Settled,
 }
 
-impl<P: HasPayload + 'static> Attempt<P> {
+impl<P: HasBodyFingerprint + 'static> Attempt<P> {
     /// Begins the operation, or returns its state.
     ///
     /// # Cancellation
@@ -80,7 +80,7 @@ impl<P: HasPayload + 'static> Attempt<P> {
     /// Like [`begin`](Self::begin), if the store replies without waiting. Otherwise returns `None` and has no effect.
     ///
     /// Call it right after the context was created, because the lease counts from then.
-    pub(crate) fn begin_now(context: &Arc<OperationContext<P>>) -> Option<Result<ClaimResult<P>, StoreError>> {
+    pub(crate) fn try_begin(context: &Arc<OperationContext<P>>) -> Option<Result<ClaimResult<P>, StoreError>> {
         let begun = context.claim_now()?;
         Some(begun.map(|begun| Self::new(Arc::clone(context), DropAction::Settled).claim_result(begun)))
     }
@@ -205,12 +205,12 @@ impl<P: HasPayload + 'static> Attempt<P> {
 }
 
 /// A settlement in progress. The store call may be repeated, so it continues in the background if this is dropped.
-struct Settling<P: HasPayload + 'static> {
+struct Settling<P: HasBodyFingerprint + 'static> {
     context: Arc<OperationContext<P>>,
     settlement: Option<Settlement>,
 }
 
-impl<P: HasPayload + 'static> Drop for Settling<P> {
+impl<P: HasBodyFingerprint + 'static> Drop for Settling<P> {
     fn drop(&mut self) {
         if let Some(settlement) = self.settlement.take() {
             BackgroundSettle::spawn(&self.context, settlement, SettleTarget::Attempt);
@@ -218,7 +218,7 @@ impl<P: HasPayload + 'static> Drop for Settling<P> {
     }
 }
 
-impl<P: HasPayload + 'static> Drop for Attempt<P> {
+impl<P: HasBodyFingerprint + 'static> Drop for Attempt<P> {
     fn drop(&mut self) {
         let is_released = match self.on_drop {
             DropAction::ReleaseClaim | DropAction::Release => true,

@@ -8,7 +8,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 use tracing::Instrument as _;
 
 use super::context::{OperationContext, Settlement};
-use super::has_payload::HasPayload;
+use super::has_body_fingerprint::HasBodyFingerprint;
 use super::metrics::AttemptOutcome;
 use crate::error::StoreError;
 
@@ -22,7 +22,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 const MIN_TIME: Duration = Duration::from_secs(1);
 
 /// A background settlement. It is dropped before its end if there are too many or if there is no runtime.
-pub(super) struct BackgroundSettle<P: HasPayload + 'static> {
+pub(super) struct BackgroundSettle<P: HasBodyFingerprint + 'static> {
     context: Arc<OperationContext<P>>,
     settlement: Settlement,
     target: SettleTarget,
@@ -38,7 +38,7 @@ pub(super) enum SettleTarget {
     Claim,
 }
 
-impl<P: HasPayload + 'static> BackgroundSettle<P> {
+impl<P: HasBodyFingerprint + 'static> BackgroundSettle<P> {
     /// Continues to settle in the background, for the length of a lease, but at least a second.
     pub(super) fn spawn(context: &Arc<OperationContext<P>>, settlement: Settlement, target: SettleTarget) {
         let settling = Self { context: Arc::clone(context), settlement, target, is_done: false };
@@ -114,7 +114,7 @@ impl<P: HasPayload + 'static> BackgroundSettle<P> {
     }
 }
 
-impl<P: HasPayload + 'static> Drop for BackgroundSettle<P> {
+impl<P: HasBodyFingerprint + 'static> Drop for BackgroundSettle<P> {
     fn drop(&mut self) {
         if self.is_done {
             return;

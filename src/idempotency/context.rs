@@ -10,9 +10,9 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::checkpoint::Checkpoint;
 use super::coordinator::Coordinator;
-use super::has_payload::HasPayload;
+use super::has_body_fingerprint::HasBodyFingerprint;
 use super::metrics::AttemptOutcome;
-use super::store::{Begun, Claim, Completion, Operation, Payload};
+use super::store::{Begun, BodyFingerprint, Claim, Completion, Operation};
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::store::notifications::Notifications;
@@ -116,7 +116,11 @@ impl<P: ?Sized> OperationContext<P> {
     }
 
     /// Stores the progress of the attempt.
-    pub(super) async fn checkpoint(&self, payload: &Payload, checkpoint: &Checkpoint) -> Result<bool, StoreError> {
+    pub(super) async fn checkpoint(
+        &self,
+        payload: &BodyFingerprint,
+        checkpoint: &Checkpoint,
+    ) -> Result<bool, StoreError> {
         let Self { coordinator, operation, claim, .. } = self;
         coordinator.record_result(
             coordinator.store.checkpoint(operation, claim, payload, checkpoint, coordinator.options().limit).await,
@@ -124,7 +128,7 @@ impl<P: ?Sized> OperationContext<P> {
     }
 }
 
-impl<P: HasPayload + 'static> OperationContext<P> {
+impl<P: HasBodyFingerprint + 'static> OperationContext<P> {
     pub(crate) fn new(coordinator: &Arc<Coordinator>, operation: Operation, claim: Claim, body: P) -> Arc<Self> {
         let (sent, checkpoint, is_done) = (Mutex::new(Instant::now()), AtomicU32::new(0), AtomicBool::new(false));
         let (coordinator, runtime) = (Arc::clone(coordinator), OnceLock::new());
@@ -149,7 +153,7 @@ impl<P: HasPayload + 'static> OperationContext<P> {
         let Self { coordinator, operation, claim, .. } = self;
         // A call that may not reach the store cannot be a probe.
         coordinator.circuit.admit_no_probe().ok()?;
-        Some(coordinator.record_result(coordinator.store.begin_now(operation, claim)?))
+        Some(coordinator.record_result(coordinator.store.try_begin(operation, claim)?))
     }
 
     /// Records that the claim is sent now, and in which runtime.

@@ -3,7 +3,7 @@ use std::pin::Pin;
 use std::time::Duration;
 
 use super::checkpoint::Checkpoint;
-use super::store::{Begun, Claim, Completion, IdempotencyStore, Operation, Payload};
+use super::store::{Begun, BodyFingerprint, Claim, Completion, IdempotencyStore, Operation};
 use crate::error::StoreError;
 use crate::reach::Reach;
 use crate::store::deadline::Deadline;
@@ -16,19 +16,19 @@ type Call<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + '
 /// A store of any type. Its calls end with their deadline.
 pub(super) trait DynStore: Send + Sync {
     fn begin<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, limit: Duration) -> Call<'a, Begun>;
-    fn begin_now(&self, operation: &Operation, claim: &Claim) -> Option<Result<Begun, StoreError>>;
+    fn try_begin(&self, operation: &Operation, claim: &Claim) -> Option<Result<Begun, StoreError>>;
     fn renew<'a>(
         &'a self,
         operation: &'a Operation,
         claim: &'a Claim,
-        payload: &'a Payload,
+        payload: &'a BodyFingerprint,
         limit: Duration,
     ) -> Call<'a, bool>;
     fn checkpoint<'a>(
         &'a self,
         operation: &'a Operation,
         claim: &'a Claim,
-        payload: &'a Payload,
+        payload: &'a BodyFingerprint,
         checkpoint: &'a Checkpoint,
         limit: Duration,
     ) -> Call<'a, bool>;
@@ -56,15 +56,15 @@ impl<S: IdempotencyStore + Send + Sync> DynStore for S {
         Box::pin(Deadline::new(IdempotencyStore::begin(self, operation, claim), limit))
     }
 
-    fn begin_now(&self, operation: &Operation, claim: &Claim) -> Option<Result<Begun, StoreError>> {
-        IdempotencyStore::begin_now(self, operation, claim)
+    fn try_begin(&self, operation: &Operation, claim: &Claim) -> Option<Result<Begun, StoreError>> {
+        IdempotencyStore::try_begin(self, operation, claim)
     }
 
     fn renew<'a>(
         &'a self,
         operation: &'a Operation,
         claim: &'a Claim,
-        payload: &'a Payload,
+        payload: &'a BodyFingerprint,
         limit: Duration,
     ) -> Call<'a, bool> {
         Box::pin(Deadline::new(IdempotencyStore::renew(self, operation, claim, payload), limit))
@@ -74,7 +74,7 @@ impl<S: IdempotencyStore + Send + Sync> DynStore for S {
         &'a self,
         operation: &'a Operation,
         claim: &'a Claim,
-        payload: &'a Payload,
+        payload: &'a BodyFingerprint,
         checkpoint: &'a Checkpoint,
         limit: Duration,
     ) -> Call<'a, bool> {

@@ -3,7 +3,7 @@ use std::sync::Arc;
 
 use super::checkpoint::{Checkpoint, CheckpointError};
 use super::context::OperationContext;
-use super::has_payload::HasPayload;
+use super::has_body_fingerprint::HasBodyFingerprint;
 use super::operation::Operation;
 use crate::key::Key;
 
@@ -28,7 +28,7 @@ use crate::key::Key;
 /// ```
 #[derive(Clone)]
 pub struct IdempotencyHandle {
-    context: Arc<OperationContext<dyn HasPayload>>,
+    context: Arc<OperationContext<dyn HasBodyFingerprint>>,
     attempt: u32,
     fence: u64,
     last: Option<Arc<Checkpoint>>,
@@ -36,7 +36,7 @@ pub struct IdempotencyHandle {
 
 impl IdempotencyHandle {
     pub(crate) fn new(
-        context: Arc<OperationContext<dyn HasPayload>>,
+        context: Arc<OperationContext<dyn HasBodyFingerprint>>,
         attempt: u32,
         fence: u64,
         last: Option<Checkpoint>,

@@ -12,11 +12,11 @@ use super::attempt::{Attempt, ClaimResult, Granted};
 use super::context::{OperationContext, Settlement};
 use super::coordinator::Coordinator;
 use super::handle::IdempotencyHandle;
-use super::has_payload::HasPayload;
+use super::has_body_fingerprint::HasBodyFingerprint;
 use super::metrics::Verdict;
 use super::operation_error::{Failed, OperationError, cause_of};
 use super::policy::{OnUnknown, ResponsePolicy};
-use super::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
+use super::store::{Begun, BodyFingerprint, Claim, Completion, Digest, IdempotencyStore, Operation};
 use super::stored_response::{MARK, read, written};
 use crate::error::{BoxError, ConfigError, StoreError};
 use crate::key::Key;
@@ -309,7 +309,7 @@ impl Idempotent {
         let takes_over = self.on_unknown == OnUnknown::Retry;
         let claim = Claim { takes_over, ..Claim::new(Token::random()?, head, lease, retention) };
         let context = OperationContext::new(&self.coordinator, operation, claim, NoBody);
-        context.begin_or_wait(Attempt::begin_now(&context), self.wait, self.max_waiting).await
+        context.begin_or_wait(Attempt::try_begin(&context), self.wait, self.max_waiting).await
     }
 
     /// The result of a call that is not executed.
@@ -340,7 +340,7 @@ impl Idempotent {
     fn completed(&self, stored: &Arc<[u8]>) -> Settlement {
         let is_kept = read(stored).is_some_and(|answer| answer.len() <= self.max_response);
         let response = if is_kept { Arc::clone(stored) } else { Arc::from(MARK.as_slice()) };
-        let (payload, retention) = (Payload::default(), self.retention);
+        let (payload, retention) = (BodyFingerprint::default(), self.retention);
         Settlement::Complete { completion: Completion { response, is_kept, payload, retention }, mark: MARK }
     }
 }
@@ -354,9 +354,9 @@ impl fmt::Debug for Idempotent {
 /// A function has no request body: its input is known before the start.
 struct NoBody;
 
-impl HasPayload for NoBody {
-    fn payload(&self) -> Payload {
-        Payload::default()
+impl HasBodyFingerprint for NoBody {
+    fn payload(&self) -> BodyFingerprint {
+        BodyFingerprint::default()
     }
 
     fn is_confirmed(&self) -> bool {

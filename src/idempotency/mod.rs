@@ -395,7 +395,7 @@ mod coordinator;
 #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "parts are used by the feature `http` only"))]
 mod erased;
 mod handle;
-mod has_payload;
+mod has_body_fingerprint;
 mod idempotent;
 #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "parts are used by the feature `http` only"))]
 mod metrics;
@@ -415,7 +415,7 @@ pub use self::admin::IdempotencyAdmin;
 pub use self::checkpoint::{Checkpoint, CheckpointError};
 pub use self::handle::IdempotencyHandle;
 #[cfg(feature = "http")]
-pub(crate) use self::has_payload::HasPayload;
+pub(crate) use self::has_body_fingerprint::HasBodyFingerprint;
 pub use self::idempotent::{Done, Idempotent};
 #[cfg(feature = "http")]
 pub(crate) use self::metrics::Verdict;

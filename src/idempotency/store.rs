@@ -50,7 +50,7 @@ pub trait IdempotencyStore {
 
     /// The reply of [`begin`](Self::begin), if it is available without waiting. `None` if not, and then nothing was done: call
     /// [`begin`](Self::begin). Returns `None` by default.
-    fn begin_now(&self, operation: &Operation, claim: &Claim) -> Option<Result<Begun, StoreError>> {
+    fn try_begin(&self, operation: &Operation, claim: &Claim) -> Option<Result<Begun, StoreError>> {
         let _ = (operation, claim);
         None
     }
@@ -64,7 +64,7 @@ pub trait IdempotencyStore {
         &self,
         operation: &Operation,
         claim: &Claim,
-        payload: &Payload,
+        payload: &BodyFingerprint,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
     /// Stores the progress of an attempt, and renews its lease for its whole time. False if the token no longer holds the
@@ -77,7 +77,7 @@ pub trait IdempotencyStore {
         &self,
         operation: &Operation,
         claim: &Claim,
-        payload: &Payload,
+        payload: &BodyFingerprint,
         checkpoint: &Checkpoint,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
@@ -221,7 +221,7 @@ pub struct Digest(pub [u8; 16]);
 /// handler has read the end, the body must end there, too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub struct Payload {
+pub struct BodyFingerprint {
     /// The number of bytes read.
     pub len: u64,
     /// Whether the handler has read the end. `None` if nothing was recorded yet.
@@ -230,7 +230,7 @@ pub struct Payload {
     pub digest: Digest,
 }
 
-impl Payload {
+impl BodyFingerprint {
     /// The length of the stored form, in bytes.
     pub const BYTES: usize = 24;
 
@@ -279,7 +279,7 @@ pub struct Completion {
     /// Whether it is the whole response.
     pub is_kept: bool,
     /// The fingerprint of the body that the handler has read.
-    pub payload: Payload,
+    pub payload: BodyFingerprint,
     /// How long the result is stored, from [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`].
     pub retention: Duration,
 }
@@ -287,7 +287,7 @@ pub struct Completion {
 impl Completion {
     /// A whole response.
     #[must_use]
-    pub fn new(response: impl Into<Arc<[u8]>>, payload: Payload, retention: Duration) -> Self {
+    pub fn new(response: impl Into<Arc<[u8]>>, payload: BodyFingerprint, retention: Duration) -> Self {
         Self { response: response.into(), is_kept: true, payload, retention }
     }
 }
@@ -303,7 +303,7 @@ pub enum Begun {
         /// The number of the attempt, from 1. Earlier attempts count while they are remembered.
         attempt: u32,
         /// The known fingerprint of the body of earlier attempts. The body of this attempt must match it.
-        payload: Payload,
+        payload: BodyFingerprint,
         /// The last checkpoint of earlier attempts.
         checkpoint: Option<Checkpoint>,
     },
@@ -319,19 +319,19 @@ pub enum Begun {
         /// Until the lease of that attempt ends, unless it is renewed.
         remaining: Duration,
         /// The fingerprint of its body, as far as it is known.
-        payload: Payload,
+        payload: BodyFingerprint,
     },
     /// The operation was begun, and its lease ended without a result.
     Unknown {
         /// Number of attempts.
         attempt: u32,
         /// The fingerprint of the body of the last attempt, as far as it is known.
-        payload: Payload,
+        payload: BodyFingerprint,
     },
     /// The operation is completed.
     Completed {
         /// The fingerprint of its body.
-        payload: Payload,
+        payload: BodyFingerprint,
         /// The stored response.
         answer: Arc<[u8]>,
         /// Whether it is the whole response.

@@ -5,7 +5,7 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::attempt::{Attempt, ClaimResult};
 use super::context::OperationContext;
-use super::has_payload::HasPayload;
+use super::has_body_fingerprint::HasBodyFingerprint;
 use super::store::Begun;
 use crate::error::StoreError;
 use crate::store::notifications::Notifications;
@@ -15,7 +15,7 @@ const POLL: Duration = Duration::from_secs(1);
 /// The shortest pause between polls: a lease near its end is probably renewed.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(50);
 
-impl<P: HasPayload + 'static> OperationContext<P> {
+impl<P: HasBodyFingerprint + 'static> OperationContext<P> {
     /// Begins the operation, or waits for its attempt in flight unless too many requests wait. `first` is the first reply of the store,
     /// if there is one already.
     pub(crate) async fn begin_or_wait(
@@ -42,7 +42,7 @@ impl<P: HasPayload + 'static> OperationContext<P> {
 
 /// Begins the operation once the attempt in flight ends. If the store fails, returns the last reply, so that no request passes due to the
 /// failure.
-async fn wait<P: HasPayload + 'static>(
+async fn wait<P: HasBodyFingerprint + 'static>(
     mut context: Arc<OperationContext<P>>,
     mut last: ClaimResult<P>,
     until: Instant,

@@ -48,7 +48,7 @@ pub struct Key {
 }
 
 /// Bytes with a meaning in a store or in this module. `:` is safe, because the key is the last part of a stored key.
-const RESERVED: &AsciiSet = &CONTROLS.add(b' ').add(b'{').add(b'}').add(b'%').add(b',').add(b'#').add(b'~').add(b'!');
+const ESCAPED: &AsciiSet = &CONTROLS.add(b' ').add(b'{').add(b'}').add(b'%').add(b',').add(b'#').add(b'~').add(b'!');
 
 /// The kind of input of a digest, so that a long text and a tuple with the same joined text have different digests.
 #[derive(Clone, Copy)]
@@ -237,7 +237,7 @@ impl Key {
     fn escaped(bytes: &[u8]) -> Self {
         let mut text = Text::default();
         let fits =
-            bytes.len() <= Self::MAX_LEN && percent_encode(bytes, RESERVED).all(|piece| text.push(piece.as_bytes()));
+            bytes.len() <= Self::MAX_LEN && percent_encode(bytes, ESCAPED).all(|piece| text.push(piece.as_bytes()));
         if fits { text.0 } else { Self::digest_of(Origin::Bytes, &[bytes]) }
     }
 

@@ -272,7 +272,7 @@ impl Policy {
 
     /// Returns the limits as encoded by `encode`, cached in the policy.
     #[cfg(feature = "redis")]
-    pub(crate) fn packed(&self, encode: impl FnOnce(&[LimitParams]) -> EncodedLimits) -> &EncodedLimits {
+    pub(crate) fn encoded_limits(&self, encode: impl FnOnce(&[LimitParams]) -> EncodedLimits) -> &EncodedLimits {
         self.inner.encoded.get_or_init(|| encode(&self.inner.params))
     }
 

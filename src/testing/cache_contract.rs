@@ -68,11 +68,11 @@ pub async fn filled_entry_is_returned<S: CacheStore>(store: S) {
     for bytes in [b"".as_slice(), b"\0\r\n{}", &all_bytes] {
         let claim = acquire(&store, &key("a"), LONG).await;
         assert!(put(&store, &key("a"), &claim, &entry(bytes)).await);
-        let Entry { id, content, age, fresh_for, expires_in, cost, .. } = get(&store, &key("a")).await;
+        let Entry { id, content, age, fresh_for, expires_in, load_time, .. } = get(&store, &key("a")).await;
         assert_eq!((id, content), (EntryId::from(&claim.token), value(bytes)));
         assert!(age < LONG / 2 && fresh_for <= LONG && fresh_for > LONG / 2, "{age:?} {fresh_for:?}");
         assert!(expires_in <= 2 * LONG && expires_in > LONG, "{expires_in:?}");
-        assert_eq!(cost, Duration::from_millis(7));
+        assert_eq!(load_time, Duration::from_millis(7));
     }
 }
 

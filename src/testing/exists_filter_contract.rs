@@ -34,10 +34,10 @@ async fn status<S: ExistsFilterStore>(store: &S) -> FilterStatus {
 }
 
 /// Allocates a hidden version.
-async fn grow<S: ExistsFilterStore>(store: &S, layout: &Layout) -> Token {
+async fn allocate<S: ExistsFilterStore>(store: &S, layout: &Layout) -> Token {
     let version = Token::random().unwrap();
     for _ in 0..1_000 {
-        if store.grow(&filter(), &version, layout).await.unwrap() {
+        if store.allocate(&filter(), &version, layout).await.unwrap() {
             return version;
         }
     }
@@ -46,7 +46,7 @@ async fn grow<S: ExistsFilterStore>(store: &S, layout: &Layout) -> Token {
 
 /// Begins a build, and returns the ids since then.
 async fn begin<S: ExistsFilterStore>(store: &S, layout: &Layout) -> VersionIds {
-    let version = grow(store, layout).await;
+    let version = allocate(store, layout).await;
     let seen = status(store).await.ids;
     assert!(store.begin_build(&filter(), &seen, &version, LONG).await.unwrap());
     VersionIds::new(seen.active, Some(version))
@@ -96,7 +96,7 @@ pub async fn new_filter_has_no_versions<S: ExistsFilterStore>(store: S) {
 
 /// A version is hidden until its build begins, and not active until its build ends.
 pub async fn version_is_active_after_its_build<S: ExistsFilterStore>(store: S) {
-    let version = grow(&store, &SMALL).await;
+    let version = allocate(&store, &SMALL).await;
     assert_eq!(status(&store).await, FilterStatus::default());
     assert!(store.begin_build(&filter(), &VersionIds::default(), &version, LONG).await.unwrap());
     let building = status(&store).await;
@@ -204,7 +204,7 @@ pub async fn later_build_replaces_an_earlier_one<S: ExistsFilterStore>(store: S)
 
 /// The beginning and the end of a build may be repeated.
 pub async fn build_steps_can_be_repeated<S: ExistsFilterStore>(store: S) {
-    let version = grow(&store, &SMALL).await;
+    let version = allocate(&store, &SMALL).await;
     let ids = VersionIds::new(None, Some(version));
     for _ in 0..2 {
         assert!(store.begin_build(&filter(), &VersionIds::default(), &version, LONG).await.unwrap());
@@ -255,7 +255,7 @@ pub async fn addition_finds_out_that_versions_are_missing<S: ExistsFilterStore>(
     let unknown = VersionIds::new(Some(Token::random().unwrap()), None);
     let bits = NewBits::added(Vec::new(), Vec::new(), LONG);
     let missing = async |seen: &VersionIds| match add(&store, seen, &bits).await {
-        Added::Missing { known_for } => known_for,
+        Added::Missing { missing_for } => missing_for,
         added => panic!("{added:?}"),
     };
     missing(&unknown).await;

@@ -10,7 +10,7 @@ use crate::cache::store::{CacheKey, CacheStore, Entry, EntryId, Mark, NewEntry};
 use crate::delay_queue::store::{Ack, Admission, Claimed, DelayQueueStore, Extended, JobLease, QueueKey, WorkerId};
 use crate::delay_queue::{self, Cancelled, Changed, Counts, Due, JobId, NewJob, State as JobState, StoredJob};
 use crate::error::StoreError;
-use crate::idempotency::store::{Begun, Completion, IdempotencyRegistry, IdempotencyStore, Payload};
+use crate::idempotency::store::{Begun, BodyFingerprint, Completion, IdempotencyRegistry, IdempotencyStore};
 use crate::idempotency::{self, Checkpoint, Operation, OperationPage, OperationStatus, StoredResponse};
 use crate::key::Key;
 use crate::lock::store::{Acquired, Claim, LockRegistry, LockStore, Notifications, Released, Renewal, Token};
@@ -137,7 +137,7 @@ pub enum Verb {
     Extend,
     /// All other methods of a delay queue.
     Control,
-    /// `grow`, `begin_build` or `end_build` of an exists filter.
+    /// `allocate`, `begin_build` or `end_build` of an exists filter.
     Build,
     /// The methods of [`LockRegistry`] and [`IdempotencyRegistry`].
     Admin,
@@ -412,8 +412,8 @@ impl<S: ExistsFilterStore + Sync> ExistsFilterStore for FaultStore<S> {
         self.faults.around(Verb::Get, self.inner.read_blocks(filter, version, first, count)).await
     }
 
-    async fn grow(&self, filter: &Key, version: &Token, layout: &Layout) -> Result<bool, StoreError> {
-        self.faults.around(Verb::Build, self.inner.grow(filter, version, layout)).await
+    async fn allocate(&self, filter: &Key, version: &Token, layout: &Layout) -> Result<bool, StoreError> {
+        self.faults.around(Verb::Build, self.inner.allocate(filter, version, layout)).await
     }
 
     async fn begin_build(
@@ -454,7 +454,7 @@ impl<S: IdempotencyStore + Sync> IdempotencyStore for FaultStore<S> {
         &self,
         operation: &Operation,
         claim: &idempotency::store::Claim,
-        payload: &Payload,
+        payload: &BodyFingerprint,
     ) -> Result<bool, StoreError> {
         self.faults.around(Verb::Renew, self.inner.renew(operation, claim, payload)).await
     }
@@ -463,7 +463,7 @@ impl<S: IdempotencyStore + Sync> IdempotencyStore for FaultStore<S> {
         &self,
         operation: &Operation,
         claim: &idempotency::store::Claim,
-        payload: &Payload,
+        payload: &BodyFingerprint,
         checkpoint: &Checkpoint,
     ) -> Result<bool, StoreError> {
         self.faults.around(Verb::Checkpoint, self.inner.checkpoint(operation, claim, payload, checkpoint)).await

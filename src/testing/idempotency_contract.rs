@@ -11,7 +11,9 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use crate::idempotency::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Payload, RecordBound, Token};
+use crate::idempotency::store::{
+    Begun, BodyFingerprint, Claim, Completion, Digest, IdempotencyStore, RecordBound, Token,
+};
 use crate::idempotency::{Checkpoint, Operation};
 
 /// A lease that does not end during a test, even on a slow machine.
@@ -28,8 +30,8 @@ fn claim(lease: Duration) -> Claim {
     Claim { token, head, lease, retention: LONG, takes_over: false, bound: None }
 }
 
-fn payload(len: u64) -> Payload {
-    Payload { len, is_whole: Some(true), digest: Digest([9; 16]) }
+fn payload(len: u64) -> BodyFingerprint {
+    BodyFingerprint { len, is_whole: Some(true), digest: Digest([9; 16]) }
 }
 
 fn completion(answer: &[u8]) -> Completion {
@@ -60,7 +62,7 @@ pub async fn operation_is_granted_once<S: IdempotencyStore>(store: S) {
         match begin(&store, &operation("a")).await {
             Begun::InFlight { remaining, payload } => {
                 assert!(remaining <= LONG && remaining > LONG / 2, "{remaining:?}");
-                assert_eq!(payload, Payload::default());
+                assert_eq!(payload, BodyFingerprint::default());
             }
             begun => panic!("{begun:?}"),
         }
@@ -96,7 +98,7 @@ pub async fn begin_can_be_repeated<S: IdempotencyStore>(store: S) {
 /// A call that does not wait returns the same reply as a call that waits. If the store would have to wait, it does nothing.
 pub async fn immediate_reply_is_correct<S: IdempotencyStore>(store: S) {
     let (operation, claim) = (operation("a"), claim(LONG));
-    let at_once = store.begin_now(&operation, &claim).transpose().unwrap();
+    let at_once = store.try_begin(&operation, &claim).transpose().unwrap();
     let begun = store.begin(&operation, &claim).await.unwrap();
     assert!(matches!(begun, Begun::Granted { attempt: 1, .. }), "{begun:?}");
     assert_eq!(at_once.unwrap_or_else(|| begun.clone()), begun);
@@ -109,7 +111,7 @@ pub async fn immediate_reply_is_correct<S: IdempotencyStore>(store: S) {
     }
     let expected = Begun::Completed { payload: payload(3), answer: b"first".as_slice().into(), is_kept: true };
     assert_eq!(begin(&store, &operation).await, expected);
-    if let Some(again) = store.begin_now(&operation, &claim) {
+    if let Some(again) = store.try_begin(&operation, &claim) {
         assert_eq!(again.unwrap(), expected);
     }
 }
@@ -270,7 +272,7 @@ pub async fn next_attempt_finds_the_checkpoint<S: IdempotencyStore>(store: S) {
         begun => panic!("{begun:?}"),
     };
     let first = Claim { lease: Claim::MIN_LEASE, ..claim(LONG) };
-    assert_eq!(granted(&first).await, (1, Payload::default(), None));
+    assert_eq!(granted(&first).await, (1, BodyFingerprint::default(), None));
     for number in 1..3 {
         assert!(store.checkpoint(&operation("a"), &first, &payload(5), &note(number)).await.unwrap());
     }
@@ -328,13 +330,13 @@ pub async fn checkpoint_keeps_the_fingerprint<S: IdempotencyStore>(store: S) {
 ///
 /// Once, it did. Another request whose body began alike was taken for the same request, and got the checkpoint.
 pub async fn known_part_of_a_body_stays_known<S: IdempotencyStore>(store: S) {
-    let read = |len, is_whole| Payload { len, is_whole: Some(is_whole), digest: Digest([len as u8; 16]) };
+    let read = |len, is_whole| BodyFingerprint { len, is_whole: Some(is_whole), digest: Digest([len as u8; 16]) };
     let note = Checkpoint::new(1, "charged", b"").unwrap();
     let first = claim(LONG);
     take(&store, &operation("a"), &first).await;
     assert!(store.renew(&operation("a"), &first, &read(2, false)).await.unwrap());
     assert!(store.checkpoint(&operation("a"), &first, &read(100, true), &note).await.unwrap());
-    for late in [Payload::default(), read(3, false), read(100, false)] {
+    for late in [BodyFingerprint::default(), read(3, false), read(100, false)] {
         assert!(store.renew(&operation("a"), &first, &late).await.unwrap());
         match begin(&store, &operation("a")).await {
             Begun::InFlight { payload: known, .. } => assert_eq!(known, read(100, true), "renewed with {late:?}"),

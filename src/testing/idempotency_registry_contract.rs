@@ -12,7 +12,7 @@ use std::time::Duration;
 use tokio::time::{sleep, timeout};
 
 use crate::error::StoreError;
-use crate::idempotency::store::{Begun, Claim, Completion, Digest, IdempotencyRegistry, Payload, Token};
+use crate::idempotency::store::{Begun, BodyFingerprint, Claim, Completion, Digest, IdempotencyRegistry, Token};
 use crate::idempotency::{
     Checkpoint, Cursor, IdempotencyAdmin, Operation, OperationPage, OperationState, OperationStatus, StoredResponse,
 };
@@ -34,7 +34,7 @@ fn operation() -> Operation {
 async fn take<S: IdempotencyRegistry>(store: &S, claim: &Claim) -> (u64, u32) {
     match store.begin(&operation(), claim).await.unwrap() {
         Begun::Granted { fence, attempt, payload, checkpoint } => {
-            assert_eq!((payload, checkpoint), (Payload::default(), None));
+            assert_eq!((payload, checkpoint), (BodyFingerprint::default(), None));
             (fence, attempt)
         }
         begun => panic!("{begun:?}"),
@@ -48,7 +48,7 @@ async fn inspect<S: IdempotencyRegistry + Clone + Sync>(store: &S) -> OperationS
 }
 
 fn completion(is_kept: bool) -> Completion {
-    Completion { response: (*b"x").into(), is_kept, payload: Payload::default(), retention: LONG }
+    Completion { response: (*b"x").into(), is_kept, payload: BodyFingerprint::default(), retention: LONG }
 }
 
 fn is_about(duration: Duration, expected: Duration) -> bool {
@@ -69,7 +69,7 @@ pub async fn every_state_can_be_inspected<S: IdempotencyRegistry + Clone + Sync>
 
     // Released with a checkpoint, then begun again and lost.
     let note = Checkpoint::new(1, "charged", b"data").unwrap();
-    assert!(store.checkpoint(&operation(), &first, &Payload::default(), &note).await.unwrap());
+    assert!(store.checkpoint(&operation(), &first, &BodyFingerprint::default(), &note).await.unwrap());
     assert!(store.release(&operation(), &first).await.unwrap());
     let status = inspect(&store).await;
     assert_eq!((status.state, status.attempts, status.checkpoint), (OperationState::Free, 1, Some(note.clone())));
@@ -125,7 +125,7 @@ pub async fn forgotten_operation_begins_again<S: IdempotencyRegistry + Clone + S
         let free = inspect(&store).await;
         assert_eq!((free.state, free.fence, free.attempts), (OperationState::Free, last.0, last.1));
         assert!(is_about(free.kept_for, Duration::from_secs(600)), "{free:?}");
-        assert!(!store.renew(&operation(), &claim, &Payload::default()).await.unwrap());
+        assert!(!store.renew(&operation(), &claim, &BodyFingerprint::default()).await.unwrap());
         assert!(!store.complete(&operation(), &claim.token, &completion(true)).await.unwrap());
     }
 }
@@ -140,7 +140,7 @@ pub async fn changed_operation_is_left_alone<S: IdempotencyRegistry + Clone + Sy
 
     // The process of the attempt was silent, and renews the lease.
     let long = Claim { lease: LONG, ..first };
-    assert!(store.renew(&operation(), &long, &Payload::default()).await.unwrap());
+    assert!(store.renew(&operation(), &long, &BodyFingerprint::default()).await.unwrap());
     assert!(!admin.forget(&unknown).await.unwrap());
     let in_flight = inspect(&store).await;
     assert!(matches!(in_flight.state, OperationState::InFlight { .. }), "{in_flight:?}");
@@ -173,8 +173,8 @@ fn answer(text: &str) -> StoredResponse {
 }
 
 /// Begins the operation, stores a checkpoint with the fingerprint of the body, and lets the lease end.
-async fn lose<S: IdempotencyRegistry + Clone + Sync>(store: &S) -> (Claim, Payload, OperationStatus) {
-    let (claim, body) = (claim(SHORT), Payload { len: 3, is_whole: Some(true), digest: Digest([9; 16]) });
+async fn lose<S: IdempotencyRegistry + Clone + Sync>(store: &S) -> (Claim, BodyFingerprint, OperationStatus) {
+    let (claim, body) = (claim(SHORT), BodyFingerprint { len: 3, is_whole: Some(true), digest: Digest([9; 16]) });
     take(store, &claim).await;
     let note = Checkpoint::new(1, "charged", b"data").unwrap();
     assert!(store.checkpoint(&operation(), &claim, &body, &note).await.unwrap());

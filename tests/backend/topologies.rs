@@ -19,7 +19,7 @@ use tokio::task::{JoinHandle, JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
 use tollgate::delay_queue::{CircuitBreaker, DelayQueue, DelayQueueWorker, Job, WorkerError};
 use tollgate::idempotency::Operation;
-use tollgate::idempotency::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Payload, RecordBound};
+use tollgate::idempotency::store::{Begun, BodyFingerprint, Claim, Completion, Digest, IdempotencyStore, RecordBound};
 use tollgate::lock::store::{Acquired, LockStore, Renewal, Token};
 use tollgate::lock::{LockAdmin, LockKey, ReleaseOutcome};
 use tollgate::rate_limit::Decision;
@@ -509,7 +509,7 @@ mod on_a_cluster {
             assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
         }
         let [(done, claim), given_back, counted] = claims;
-        let payload = Payload::default();
+        let payload = BodyFingerprint::default();
         let completion = Completion::new(*b"done", payload, retention);
         assert!(backend.complete(&done, &claim.token, &completion).await.unwrap());
         for (operation, claim) in [given_back, counted] {

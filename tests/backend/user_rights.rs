@@ -16,7 +16,7 @@ use tokio::time::{sleep, timeout};
 use tollgate::delay_queue::store::{Ack, AckKind, Claim as JobClaim, ClaimedJob, DelayQueueStore, QueueKey, WorkerId};
 use tollgate::delay_queue::{DeadLimits, JobId, State};
 use tollgate::idempotency::store::{
-    Begun, Claim as Attempt, Completion, Digest, IdempotencyStore, Payload, RecordBound,
+    Begun, BodyFingerprint, Claim as Attempt, Completion, Digest, IdempotencyStore, RecordBound,
 };
 use tollgate::idempotency::{Checkpoint, IdempotencyAdmin, Operation};
 use tollgate::lock::store::Token;
@@ -276,14 +276,16 @@ async fn use_operations(server: &RedisServer) -> Result<(), BoxError> {
     let (store, other) = (connect(server).await?, connect(server).await?);
     let admin = IdempotencyAdmin::new(store.clone());
     let operation = Operation::new("alice", fresh()?);
-    let completion = Completion::new(*b"x", Payload::default(), MINUTE);
+    let completion = Completion::new(*b"x", BodyFingerprint::default(), MINUTE);
     for turn in 0..3 {
         let attempt = Attempt::new(Token::random()?, Digest([turn; 16]), MINUTE, MINUTE);
         store.begin(&operation, &attempt).await?;
         let mut wakeups = IdempotencyStore::watch(&other, &operation).await;
         while timeout(Duration::from_millis(100), wakeups.next()).await.is_ok() {}
-        store.renew(&operation, &attempt, &Payload::default()).await?;
-        store.checkpoint(&operation, &attempt, &Payload::default(), &Checkpoint::new(1, "half", b"x").unwrap()).await?;
+        store.renew(&operation, &attempt, &BodyFingerprint::default()).await?;
+        store
+            .checkpoint(&operation, &attempt, &BodyFingerprint::default(), &Checkpoint::new(1, "half", b"x").unwrap())
+            .await?;
         match turn {
             0 => store.release(&operation, &attempt).await?,
             1 => admin.forget(&admin.inspect(&operation).await?.ok_or("there is none")?).await?,

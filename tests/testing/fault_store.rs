@@ -6,7 +6,7 @@ use futures_util::FutureExt;
 use tokio::time::{Instant, advance, timeout};
 use tollgate::delay_queue::store::{QueueKey, WorkerId};
 use tollgate::delay_queue::{self, Due, JobId, NewJob, State};
-use tollgate::idempotency::store::{Claim, Completion, Digest, Payload};
+use tollgate::idempotency::store::{BodyFingerprint, Claim, Completion, Digest};
 use tollgate::idempotency::{Checkpoint, IdempotencyAdmin, Operation, StoredResponse};
 use tollgate::lock::store::{Notifications, Renewal, Token};
 use tollgate::lock::{self, Cursor, LockAdmin, LockKey};
@@ -168,13 +168,14 @@ async fn every_verb_of_operations_fails_and_is_counted() {
     use tollgate::idempotency::store::IdempotencyStore;
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let (operation, token, payload) = (Operation::new("alice", "k"), Token::random().unwrap(), Payload::default());
+    let (operation, token, payload) =
+        (Operation::new("alice", "k"), Token::random().unwrap(), BodyFingerprint::default());
     let (head, lease, retention) = (Digest::default(), Claim::MIN_LEASE, Claim::MIN_RETENTION);
     let claim = Claim::new(token, head, lease, retention);
     let completion = Completion::new(*b"", payload, retention);
     faults.fail(Failure::Unavailable);
     assert!(
-        store.begin_now(&operation, &claim).is_none() && store.complete_now(&operation, &token, &completion).is_none()
+        store.try_begin(&operation, &claim).is_none() && store.complete_now(&operation, &token, &completion).is_none()
     );
     assert!(store.begin(&operation, &claim).await.is_err());
     assert!(store.renew(&operation, &claim, &payload).await.is_err());

@@ -45,7 +45,7 @@ struct Stored {
     stored: Instant,
     fresh_until: Instant,
     expires: Instant,
-    cost: Duration,
+    load_time: Duration,
     tags: Vec<TagGeneration>,
 }
 
@@ -106,7 +106,7 @@ impl CacheTable {
             age: now - stored.stored,
             fresh_for: stored.fresh_until.saturating_duration_since(now),
             expires_in: stored.expires - now,
-            cost: stored.cost,
+            load_time: stored.load_time,
             tags: stored.tags.clone(),
         })
     }
@@ -267,14 +267,14 @@ impl Shard {
             // It would evict everything else, and then itself.
             return;
         }
-        let NewEntry { ref value, fresh_for, ttl, cost, ref tags } = *entry;
+        let NewEntry { ref value, fresh_for, ttl, load_time, ref tags } = *entry;
         let stored = Stored {
             id: *token,
             value: value.clone(),
             stored: now,
             fresh_until: now + fresh_for,
             expires: now + ttl,
-            cost,
+            load_time,
             tags: tags.clone(),
         };
         self.bytes += stored.len();

@@ -27,8 +27,8 @@ impl ExistsFilterStore for MemoryBackend {
         Ok(self.inner.filters.read_blocks(filter, version, first, count))
     }
 
-    async fn grow(&self, filter: &Key, version: &Token, layout: &Layout) -> Result<bool, StoreError> {
-        self.inner.filters.grow(filter, version, layout)
+    async fn allocate(&self, filter: &Key, version: &Token, layout: &Layout) -> Result<bool, StoreError> {
+        self.inner.filters.allocate(filter, version, layout)
     }
 
     async fn begin_build(

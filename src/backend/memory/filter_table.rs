@@ -67,7 +67,7 @@ impl FilterTable {
     }
 
     /// Allocates the whole version in one call. The operating system backs pages of zeros when they are written.
-    pub(super) fn grow(&self, filter: &Key, version: &Token, layout: &Layout) -> Result<bool, StoreError> {
+    pub(super) fn allocate(&self, filter: &Key, version: &Token, layout: &Layout) -> Result<bool, StoreError> {
         let (mut filters, now) = (self.write(), Instant::now());
         let expires = now + BUILD_TTL;
         if let Some(stored) = filters.version_mut(filter, version, now) {
@@ -108,7 +108,7 @@ impl FilterTable {
         let found = filters.ids.get(filter).copied().unwrap_or_default();
         if found == VersionIds::default() {
             // Memory does not lose the ids of a version in use, so the filter is certainly missing, and no addition has to wait.
-            return Added::Missing { known_for: Duration::MAX };
+            return Added::Missing { missing_for: Duration::MAX };
         }
         if found != *seen {
             return Added::Changed;

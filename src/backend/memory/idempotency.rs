@@ -3,7 +3,7 @@ use std::time::Duration;
 use super::MemoryBackend;
 use crate::error::StoreError;
 use crate::idempotency::store::{
-    Begun, Claim, Completion, IdempotencyRegistry, IdempotencyStore, Notifications, Payload, Token,
+    Begun, BodyFingerprint, Claim, Completion, IdempotencyRegistry, IdempotencyStore, Notifications, Token,
 };
 use crate::idempotency::{
     Checkpoint, Cursor, Operation, OperationPage, OperationState, OperationStatus, StoredResponse,
@@ -17,11 +17,11 @@ impl IdempotencyStore for MemoryBackend {
         self.inner.operations.begin(operation, claim)
     }
 
-    fn begin_now(&self, operation: &Operation, claim: &Claim) -> Option<Result<Begun, StoreError>> {
+    fn try_begin(&self, operation: &Operation, claim: &Claim) -> Option<Result<Begun, StoreError>> {
         Some(self.inner.operations.begin(operation, claim))
     }
 
-    async fn renew(&self, operation: &Operation, claim: &Claim, payload: &Payload) -> Result<bool, StoreError> {
+    async fn renew(&self, operation: &Operation, claim: &Claim, payload: &BodyFingerprint) -> Result<bool, StoreError> {
         Ok(self.inner.operations.renew(operation, claim, payload))
     }
 
@@ -29,7 +29,7 @@ impl IdempotencyStore for MemoryBackend {
         &self,
         operation: &Operation,
         claim: &Claim,
-        payload: &Payload,
+        payload: &BodyFingerprint,
         checkpoint: &Checkpoint,
     ) -> Result<bool, StoreError> {
         self.inner.operations.checkpoint(operation, claim, payload, checkpoint)

@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use super::shares::{Amount, NoRoom, Shares};
 use crate::error::StoreError;
-use crate::idempotency::store::{Begun, Claim, Completion, Digest, Notifications, Payload, Token};
+use crate::idempotency::store::{Begun, BodyFingerprint, Claim, Completion, Digest, Notifications, Token};
 use crate::idempotency::{
     Checkpoint, Cursor, Operation, OperationPage, OperationState, OperationStatus, StoredResponse,
 };
@@ -79,7 +79,7 @@ struct Record {
     state: State,
     head: Digest,
     token: Token,
-    payload: Payload,
+    payload: BodyFingerprint,
     fence: u64,
     attempt: u32,
     checkpoint: Option<Arc<Checkpoint>>,
@@ -109,7 +109,7 @@ impl Record {
             state: State::Free,
             head: Digest::default(),
             token,
-            payload: Payload::default(),
+            payload: BodyFingerprint::default(),
             fence: 0,
             attempt: 0,
             checkpoint: None,
@@ -232,7 +232,7 @@ impl OperationTable {
     fn try_begin(&self, operation: &Operation, claim: &Claim) -> Result<Begun, NoRoom> {
         let (mut shard, hashed) = self.shard(operation);
         let now = Instant::now();
-        let (mut attempt, mut payload, mut checkpoint, mut is_bound) = (1, Payload::default(), None, false);
+        let (mut attempt, mut payload, mut checkpoint, mut is_bound) = (1, BodyFingerprint::default(), None, false);
         if let Some(record) = shard.live(&hashed, now) {
             match &record.state {
                 State::Free if record.token == claim.token => {
@@ -332,7 +332,7 @@ impl OperationTable {
         true
     }
 
-    pub(super) fn renew(&self, operation: &Operation, claim: &Claim, payload: &Payload) -> bool {
+    pub(super) fn renew(&self, operation: &Operation, claim: &Claim, payload: &BodyFingerprint) -> bool {
         let (mut shard, hashed) = self.shard(operation);
         let now = Instant::now();
         let Some(record) = shard.live(&hashed, now).filter(|record| record.is_in_flight_by(&claim.token)) else {
@@ -347,7 +347,7 @@ impl OperationTable {
         &self,
         operation: &Operation,
         claim: &Claim,
-        payload: &Payload,
+        payload: &BodyFingerprint,
         checkpoint: &Checkpoint,
     ) -> Result<bool, StoreError> {
         self.retry_after_sweep(|| self.try_checkpoint(operation, claim, payload, checkpoint)).map_err(no_room)
@@ -357,7 +357,7 @@ impl OperationTable {
         &self,
         operation: &Operation,
         claim: &Claim,
-        payload: &Payload,
+        payload: &BodyFingerprint,
         checkpoint: &Checkpoint,
     ) -> Result<bool, NoRoom> {
         let (mut shard, hashed) = self.shard(operation);
@@ -656,7 +656,7 @@ mod tests {
 
     fn completion(bytes: usize) -> Completion {
         let (answer, retention) = (vec![7; bytes].into(), Duration::from_secs(60));
-        Completion { response: answer, is_kept: true, payload: Payload::default(), retention }
+        Completion { response: answer, is_kept: true, payload: BodyFingerprint::default(), retention }
     }
 
     /// The counts agree with the records.
@@ -685,7 +685,7 @@ mod tests {
             assert!(matches!(begun, Begun::Granted { .. }), "{begun:?}");
             match i % 4 {
                 0 => assert!(table.release(&operation, &claim)),
-                1 => assert!(table.renew(&operation, &claim, &Payload::default())),
+                1 => assert!(table.renew(&operation, &claim, &BodyFingerprint::default())),
                 _ => assert!(table.complete(&operation, &claim.token, &completion(100)).unwrap()),
             }
             // Released records last the longest: 150 of them at a time.
@@ -736,11 +736,11 @@ mod tests {
         for (operation, token) in &new {
             assert!(table.complete(operation, token, &completion(1)).unwrap_err().is_out_of_memory());
             let claim = Claim { token: *token, lease: Duration::from_secs(100), ..claim() };
-            assert!(table.renew(operation, &claim, &Payload::default()));
+            assert!(table.renew(operation, &claim, &BodyFingerprint::default()));
         }
         tokio::time::advance(Duration::from_secs(61)).await;
         let claim = Claim { token: new[0].1, ..claim() };
-        assert!(table.checkpoint(&new[0].0, &claim, &Payload::default(), &checkpoint).unwrap());
+        assert!(table.checkpoint(&new[0].0, &claim, &BodyFingerprint::default(), &checkpoint).unwrap());
         check(&table);
         let answer = completion(199 * BYTES_PER_RECORD);
         assert!(table.complete(&new[1].0, &new[1].1, &answer).unwrap());

@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::idempotency::store::{
-    Begun, Claim, Completion, Digest, IdempotencyRegistry, IdempotencyStore, Payload, Token,
+    Begun, BodyFingerprint, Claim, Completion, Digest, IdempotencyRegistry, IdempotencyStore, Token,
 };
 use crate::idempotency::{Checkpoint, Operation, OperationState, OperationStatus, StoredResponse};
 
@@ -22,7 +22,7 @@ struct AttemptStep {
     takes_over: bool,
     lease_ms: u64,
     // The known part of the request body.
-    body: Payload,
+    body: BodyFingerprint,
     verb: AttemptVerb,
 }
 
@@ -70,7 +70,7 @@ fn attempts() -> impl Strategy<Value = Vec<AttemptStep>> {
     let lease_ms = prop_oneof![Just(10_u64), Just(50)];
     // In no order, because earlier calls may arrive later.
     let body = (0..4_u64, prop::option::of(any::<bool>()), any::<u8>());
-    let body = body.prop_map(|(len, is_whole, byte)| Payload { len, is_whole, digest: Digest([byte; 16]) });
+    let body = body.prop_map(|(len, is_whole, byte)| BodyFingerprint { len, is_whole, digest: Digest([byte; 16]) });
     let step = (pause, 0..2_u32, 0..TOKENS, head, any::<bool>(), lease_ms, body, verb);
     let step = step.prop_map(|(pause, operation, token, head, takes_over, lease_ms, body, verb)| AttemptStep {
         pause,
@@ -94,7 +94,7 @@ struct Model {
     fence: usize,
     token: usize,
     head: u8,
-    payload: Payload,
+    payload: BodyFingerprint,
     checkpoint: Option<u32>,
     // Whether it has a checkpoint or was taken over.
     is_bound: bool,
@@ -142,7 +142,7 @@ impl Model {
         let AttemptStep { token, head, takes_over, lease_ms, .. } = *step;
         match self.state {
             Some(State::Free) if self.token == token => {
-                return format!("in flight for 1 ms, {}", read(&Payload::default()));
+                return format!("in flight for 1 ms, {}", read(&BodyFingerprint::default()));
             }
             None => {}
             Some(State::Free) if !self.is_bound => {}
@@ -173,8 +173,8 @@ impl Model {
     }
 
     /// Stores the known part of the body, unless it is smaller than the stored one.
-    fn reads(&mut self, body: Payload) {
-        let known = |payload: &Payload| (payload.len, payload.is_whole);
+    fn reads(&mut self, body: BodyFingerprint) {
+        let known = |payload: &BodyFingerprint| (payload.len, payload.is_whole);
         if known(&body) >= known(&self.payload) {
             self.payload = body;
         }
@@ -186,8 +186,8 @@ impl Model {
 }
 
 /// The known part of a body, as text.
-fn read(payload: &Payload) -> String {
-    let Payload { len, is_whole, digest } = payload;
+fn read(payload: &BodyFingerprint) -> String {
+    let BodyFingerprint { len, is_whole, digest } = payload;
     format!("body {len} of {}, whole: {is_whole:?}", digest.0[0])
 }
 
@@ -317,7 +317,7 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
                     model.token = step.token;
                     model.expires = if model.is_bound { model.expires.max(kept) } else { kept };
                     if !model.is_bound {
-                        model.payload = Payload::default();
+                        model.payload = BodyFingerprint::default();
                     }
                 }
                 let (memory, redis) = pair.both(

@@ -27,7 +27,7 @@ const BATCH: BatchConfig = BatchConfig {
     linger: Duration::ZERO,
     max_batch: 128,
     split: |_| 1,
-    max_in_flight: |_| 2,
+    max_partial_in_flight: |_| 2,
     max_full_in_flight: 2,
 };
 /// How many replica counts have their own connections. The last class also serves all higher counts.

@@ -16,7 +16,7 @@ use crate::cache::exists_filter::store::{self as exists_filter, KeyBits, Layout,
 use crate::cache::store::{self as cache, EntryId, Mark, NewEntry, TagGeneration};
 use crate::delay_queue;
 use crate::error::StoreError;
-use crate::idempotency::store::{Completion, Payload};
+use crate::idempotency::store::{BodyFingerprint, Completion};
 use crate::idempotency::{self, Checkpoint, StoredResponse};
 use crate::lock::store::{Claim, Queueing, Token};
 use crate::lock::{FenceFloor, LockKey, LockKind};
@@ -74,7 +74,7 @@ pub(crate) struct Scripts {
     pub(crate) cache_release: LuaScript,
     pub(crate) cache_invalidate: LuaScript,
     pub(crate) cache_generation: LuaScript,
-    pub(crate) cache_filter_grow: LuaScript,
+    pub(crate) cache_filter_allocate: LuaScript,
     pub(crate) cache_filter_begin: LuaScript,
     pub(crate) cache_filter_add: LuaScript,
     pub(crate) cache_filter_end: LuaScript,
@@ -213,7 +213,7 @@ impl Scripts {
             cache_release: lua!("cache_release.lua", server: notify),
             cache_invalidate: lua!("cache_invalidate.lua", server: notify),
             cache_generation: lua!("cache_generation.lua"),
-            cache_filter_grow: lua!("cache_filter_grow.lua", cache_filter: header),
+            cache_filter_allocate: lua!("cache_filter_allocate.lua", cache_filter: header),
             cache_filter_begin: lua!("cache_filter_begin.lua", cache_filter: header),
             cache_filter_add: lua!("cache_filter_add.lua", cache_filter: header),
             cache_filter_end: lua!("cache_filter_end.lua", cache_filter: header),
@@ -426,7 +426,7 @@ impl Scripts {
         servers: &Servers,
         record: &str,
         claim: &idempotency::store::Claim,
-        payload: &Payload,
+        payload: &BodyFingerprint,
         checkpoint: Option<&Checkpoint>,
     ) -> Result<Value, StoreError> {
         let (token, payload) = (claim.token.as_bytes().as_slice(), payload.to_bytes());
@@ -523,8 +523,8 @@ impl Scripts {
         is_load: bool,
         entry: &NewEntry,
     ) -> Result<Value, StoreError> {
-        let NewEntry { value, fresh_for, ttl, cost, tags } = entry;
-        let times = (millis(*fresh_for), millis(*ttl).max(1), millis(*cost).min(u32::MAX.into()));
+        let NewEntry { value, fresh_for, ttl, load_time, tags } = entry;
+        let times = (millis(*fresh_for), millis(*ttl).max(1), millis(*load_time).min(u32::MAX.into()));
         let (is_value, value) = (u8::from(value.is_some()), value.as_deref().unwrap_or_default());
         let (publish, token) = (publish(servers), token.as_bytes().as_slice());
         let args = (token, u8::from(is_load), is_value, times, encode_tags(tags), value, publish, &keys.changed);
@@ -568,14 +568,15 @@ impl Scripts {
         self.cache_generation.call(servers, &[key], (new.as_bytes().as_slice(), millis(ttl).max(1))).await
     }
 
-    pub(crate) async fn cache_filter_grow(
+    pub(crate) async fn cache_filter_allocate(
         &self,
         servers: &Servers,
         bits: &str,
         layout: &Layout,
     ) -> Result<Value, StoreError> {
-        let args = (layout.blocks, layout.seed.as_slice(), exists_filter::GROWTH, millis(exists_filter::BUILD_TTL));
-        self.cache_filter_grow.call(servers, &[bits], args).await
+        let args =
+            (layout.blocks, layout.seed.as_slice(), exists_filter::ALLOCATION_STEP, millis(exists_filter::BUILD_TTL));
+        self.cache_filter_allocate.call(servers, &[bits], args).await
     }
 
     /// The keys are the versions, the new version, and the one that was built before or the versions again.
@@ -961,7 +962,7 @@ mod tests {
             (&scripts.cache_release, 2, 5),
             (&scripts.cache_invalidate, 2, 3),
             (&scripts.cache_generation, 1, 2),
-            (&scripts.cache_filter_grow, 1, 4),
+            (&scripts.cache_filter_allocate, 1, 4),
             (&scripts.cache_filter_begin, 3, 3),
             (&scripts.cache_filter_add, 3, 6),
             (&scripts.cache_filter_end, 3, 5),

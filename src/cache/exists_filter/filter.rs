@@ -226,7 +226,7 @@ impl ExistsFilter {
                     return Ok(());
                 }
                 Added::Changed => {}
-                Added::Missing { known_for } => match LOSS_PAUSE.checked_sub(known_for) {
+                Added::Missing { missing_for } => match LOSS_PAUSE.checked_sub(missing_for) {
                     None | Some(Duration::ZERO) => {
                         if let Some(local) = &self.local {
                             local.clear();

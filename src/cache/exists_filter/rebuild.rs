@@ -10,7 +10,7 @@ use tokio::time::sleep;
 use super::error::ExistsFilterError;
 use super::layout::{KeyBits, Layout};
 use super::settings::Settings;
-use super::store::{Added, GROWTH, MAX_KEYS, NewBits, Token, VersionIds};
+use super::store::{ALLOCATION_STEP, Added, MAX_KEYS, NewBits, Token, VersionIds};
 use super::store_client::{LOSS_PAUSE, StoreClient};
 use crate::error::{BoxError, StoreError};
 use crate::key::Key;
@@ -53,9 +53,9 @@ impl Rebuild<'_> {
     async fn allocate(&self, version: &Token, layout: &Layout) -> Result<(), ExistsFilterError> {
         let StoreClient { store, filter, .. } = self.client;
         // Further ones if the store loses it.
-        let steps = 2 * (layout.bytes() / GROWTH as u64 + 2);
+        let steps = 2 * (layout.bytes() / ALLOCATION_STEP as u64 + 2);
         for _ in 0..steps {
-            if self.persist(|| store.grow(filter, version, layout)).await? {
+            if self.persist(|| store.allocate(filter, version, layout)).await? {
                 return Ok(());
             }
         }
@@ -81,8 +81,8 @@ impl Rebuild<'_> {
     async fn outlast_lost_ids(&self) -> Result<(), StoreError> {
         let StoreClient { store, filter, settings, .. } = self.client;
         let (none, nothing) = (VersionIds::default(), NewBits::added(Vec::new(), Vec::new(), settings.ttl));
-        while let Added::Missing { known_for } = self.persist(|| store.add_bits(filter, &none, &nothing)).await? {
-            match LOSS_PAUSE.checked_sub(known_for) {
+        while let Added::Missing { missing_for } = self.persist(|| store.add_bits(filter, &none, &nothing)).await? {
+            match LOSS_PAUSE.checked_sub(missing_for) {
                 None | Some(Duration::ZERO) => break,
                 Some(pause) => sleep(pause).await,
             }

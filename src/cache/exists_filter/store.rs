@@ -12,7 +12,7 @@ pub use crate::store::token::Token;
 /// What an [`ExistsFilter`](super::ExistsFilter) needs from a backend: versions of a filter, of which one is in use, and one may be built.
 ///
 /// ```text
-///          grow            begin_build            end_build
+///          allocate            begin_build            end_build
 ///   none -------> hidden -------------> building -----------> active, and the active version before is removed
 ///                                           |
 ///                                           +---------------> removed: abandoned, or another build began
@@ -51,8 +51,8 @@ pub trait ExistsFilterStore {
 
     /// Creates a hidden version without set bits, or allocates the next part of it. True if all of it is allocated; otherwise call it again.
     ///
-    /// A call allocates at most [`GROWTH`] bytes. The version is kept for [`BUILD_TTL`] from then on.
-    fn grow(
+    /// A call allocates at most [`ALLOCATION_STEP`] bytes. The version is kept for [`BUILD_TTL`] from then on.
+    fn allocate(
         &self,
         filter: &Key,
         version: &Token,
@@ -94,8 +94,8 @@ pub trait ExistsFilterStore {
     fn reach(&self) -> Reach;
 }
 
-/// The largest number of bytes that one call of [`ExistsFilterStore::grow`] allocates.
-pub const GROWTH: usize = 1 << 20;
+/// The largest number of bytes that one call of [`ExistsFilterStore::allocate`] allocates.
+pub const ALLOCATION_STEP: usize = 1 << 20;
 
 /// The largest number of keys in one call of [`ExistsFilterStore::add_bits`], for each version.
 pub const MAX_KEYS: usize = 128;
@@ -206,7 +206,7 @@ pub enum Added {
     /// There are no versions. Others may still use versions whose ids the store lost shortly before the first such reply.
     Missing {
         /// The time since the first such reply.
-        known_for: Duration,
+        missing_for: Duration,
     },
     /// The bits are set in each version that is intact.
     Done {

@@ -43,7 +43,7 @@ pub(super) trait DynStore: Send + Sync {
         first: u32,
         count: u32,
     ) -> Call<'a, Option<Vec<Block>>>;
-    fn grow<'a>(&'a self, filter: &'a Key, version: &'a Token, layout: &'a Layout) -> Call<'a, bool>;
+    fn allocate<'a>(&'a self, filter: &'a Key, version: &'a Token, layout: &'a Layout) -> Call<'a, bool>;
     fn begin_build<'a>(
         &'a self,
         filter: &'a Key,
@@ -81,8 +81,8 @@ impl<S: ExistsFilterStore + Send + Sync> DynStore for S {
         Box::pin(ExistsFilterStore::read_blocks(self, filter, version, first, count))
     }
 
-    fn grow<'a>(&'a self, filter: &'a Key, version: &'a Token, layout: &'a Layout) -> Call<'a, bool> {
-        Box::pin(ExistsFilterStore::grow(self, filter, version, layout))
+    fn allocate<'a>(&'a self, filter: &'a Key, version: &'a Token, layout: &'a Layout) -> Call<'a, bool> {
+        Box::pin(ExistsFilterStore::allocate(self, filter, version, layout))
     }
 
     fn begin_build<'a>(

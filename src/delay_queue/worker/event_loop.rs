@@ -15,7 +15,7 @@ use tower_service::Service;
 use super::attempt_results::AttemptResults;
 use super::error::WorkerError;
 use super::partition::{Call, Partition};
-use super::plan::{Action, Services, State, Turn, plan};
+use super::plan::{Action, Progress, Services, State, plan};
 use super::ready::ReadyServices;
 use super::reporter::Reporter;
 use super::running_jobs::{Ended, RunningJobs};
@@ -39,7 +39,7 @@ pub(crate) struct WorkerLoop<T, S, C> {
     pub(super) settings: Settings<T>,
     worker: WorkerId,
     pub(super) stage: Stage,
-    turn: Turn,
+    progress: Progress,
     pub(super) partitions: Vec<Partition>,
     // The partition whose call is sent first.
     first_partition: usize,
@@ -71,7 +71,7 @@ impl<T, S, C> WorkerLoop<T, S, C> {
         Ok(Self {
             worker,
             stage: Stage::Working,
-            turn: Turn::Start,
+            progress: Progress::Start,
             partitions: queue.partitions().map(|key| Partition::new(key, now)).collect(),
             first_partition: 0,
             jobs: RunningJobs::new(settings.lease, settings.abort_after),
@@ -89,7 +89,7 @@ impl<T, S, C> WorkerLoop<T, S, C> {
     fn state(&self) -> State<'_> {
         State {
             stage: self.stage,
-            turn: self.turn,
+            progress: self.progress,
             partitions: &self.partitions,
             first_partition: self.first_partition,
             concurrency: self.settings.concurrency,
@@ -122,8 +122,8 @@ impl<T, S, C> WorkerLoop<T, S, C> {
 
     fn enter(&mut self, stage: Stage, now: Instant) {
         self.stage = stage;
-        if self.turn == Turn::Start {
-            self.turn = Turn::Checked;
+        if self.progress == Progress::Start {
+            self.progress = Progress::Checked;
         }
         match stage {
             Stage::Releasing(_) => {
@@ -189,7 +189,7 @@ where
                         return error.try_into_panic().map_or(Ok(()), |panic| resume_unwind(panic));
                     }
                     self.on_event(event).await;
-                    now = self.start_turn();
+                    now = self.start_round();
                 }
             }
         }
@@ -212,10 +212,10 @@ where
         (watchers, notifications)
     }
 
-    /// Starts a turn: handles the attempts that have ended meanwhile, and returns the time.
-    fn start_turn(&mut self) -> Instant {
+    /// Starts a round: handles the attempts that have ended meanwhile, and returns the time.
+    fn start_round(&mut self) -> Instant {
         let now = Instant::now();
-        self.turn = Turn::Start;
+        self.progress = Progress::Start;
         while let Some(ended) = self.jobs.try_next_ended() {
             self.on_ended(ended, now);
         }
@@ -224,7 +224,7 @@ where
 
     /// Checks the running jobs: renews leases, and stops jobs whose lease is lost or that run for too long.
     fn check_jobs(&mut self, now: Instant) {
-        self.turn = Turn::Checked;
+        self.progress = Progress::Checked;
         let checked = self.jobs.check(now);
         for job in checked.abandoned.iter().filter_map(|task| self.jobs.get(task)) {
             self.partitions[job.partition].add_ack(job.timers.lease_ends(), self.results.dropped(job));
@@ -238,7 +238,7 @@ where
 
     async fn poll_services(&mut self, wanted: usize, now: Instant) {
         let polled = poll_fn(|cx| Poll::Ready(self.services.fill(wanted, cx))).await;
-        self.turn = Turn::Polled { wanted, is_pending: polled.is_pending() };
+        self.progress = Progress::Polled { wanted, is_pending: polled.is_pending() };
         if let Poll::Ready(Err(error)) = polled {
             self.service_failed(error, now);
         }

@@ -19,7 +19,7 @@ const MAX_CONCURRENT_CALLS: usize = 2;
 #[derive(Clone, Copy)]
 pub(crate) struct State<'a> {
     pub(crate) stage: Stage,
-    pub(crate) turn: Turn,
+    pub(crate) progress: Progress,
     pub(crate) partitions: &'a [Partition],
     // The partition whose call is sent first.
     pub(crate) first_partition: usize,
@@ -42,7 +42,7 @@ pub(crate) struct State<'a> {
 
 /// What the worker has done since it last waited.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Turn {
+pub(crate) enum Progress {
     Start,
     /// The running jobs were checked. Jobs are not checked again before the wait, so a job that was just asked to stop has this time to
     /// end.
@@ -86,7 +86,7 @@ pub(crate) enum Services {
 /// Decides what to do next.
 pub(crate) fn plan(now: Instant, state: &State<'_>) -> Action {
     let is_due = |at: Option<Instant>| at.is_some_and(|at| at <= now);
-    if state.turn == Turn::Start && is_due(state.check_at) {
+    if state.progress == Progress::Start && is_due(state.check_at) {
         return Action::CheckJobs;
     }
     if is_due(state.summary_at) {
@@ -95,7 +95,7 @@ pub(crate) fn plan(now: Instant, state: &State<'_>) -> Action {
     if let Some(stage) = state.stage.next(now, state.is_idle(), state.abort_after) {
         return Action::Enter(stage);
     }
-    let Turn::Polled { wanted, is_pending } = state.turn else {
+    let Progress::Polled { wanted, is_pending } = state.progress else {
         return Action::PollServices { wanted: state.wanted(now) };
     };
     if let Some(call) = state.next_call(now) {

@@ -9,15 +9,15 @@ use std::task::{Context, Poll};
 use ::http::StatusCode;
 use tokio::time::{Instant, sleep_until};
 
-use super::fingerprint::{BodyFingerprint, BodyRejection, UnreadBody};
+use super::fingerprint::{BodyRejection, RunningFingerprint, UnreadBody};
 use super::settings::{FOREVER, Settings};
 use super::settle::{CompleteResponse, Outcome};
 use crate::http::lock::AbortOutcome;
-use crate::idempotency::{Attempt, HasPayload as _, OnUnknown, OperationContext, Rejection, Running};
+use crate::idempotency::{Attempt, HasBodyFingerprint as _, OnUnknown, OperationContext, Rejection, Running};
 
 /// A running operation.
 pub(super) struct Execution {
-    attempt: Attempt<BodyFingerprint>,
+    attempt: Attempt<RunningFingerprint>,
     running: Running,
     // The unread part of the body, if it must match that of the previous attempt.
     unread: Option<Arc<dyn UnreadBody>>,
@@ -32,7 +32,7 @@ pub(super) struct Execution {
 
 impl Execution {
     pub(super) fn new(
-        attempt: Attempt<BodyFingerprint>,
+        attempt: Attempt<RunningFingerprint>,
         settings: &Settings,
         running: Running,
         unread: Option<Arc<dyn UnreadBody>>,
@@ -44,7 +44,7 @@ impl Execution {
         Self { attempt, running, unread, has_route, start, until, stop: None }
     }
 
-    pub(super) const fn context(&self) -> &Arc<OperationContext<BodyFingerprint>> {
+    pub(super) const fn context(&self) -> &Arc<OperationContext<RunningFingerprint>> {
         self.attempt.context()
     }
 

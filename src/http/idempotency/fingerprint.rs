@@ -13,8 +13,8 @@ use tokio::sync::Notify;
 use tokio::task::consume_budget;
 use tokio::time::{Instant, timeout_at};
 
-use crate::idempotency::store::{Digest, Payload};
-use crate::idempotency::{HasPayload, Operation, OperationContext};
+use crate::idempotency::store::{BodyFingerprint, Digest};
+use crate::idempotency::{HasBodyFingerprint, Operation, OperationContext};
 use crate::key::Key;
 
 /// The keyed hash of fingerprints. It does not contain the secret, and has no `Debug`.
@@ -38,7 +38,7 @@ impl Fingerprints {
         operation: &Operation,
         request: &Request<B>,
         headers: &[HeaderName],
-    ) -> (Digest, BodyFingerprint) {
+    ) -> (Digest, RunningFingerprint) {
         let mut hash = self.keyed.clone();
         let path = original_uri(request).path_and_query().map_or("", |path| path.as_str());
         let [scope, key] = [operation.scope(), operation.key()].map(Key::as_bytes);
@@ -54,7 +54,7 @@ impl Fingerprints {
                 hash.update(value);
             }
         }
-        (digest(hash.clone()), BodyFingerprint::new(hash))
+        (digest(hash.clone()), RunningFingerprint::new(hash))
     }
 }
 
@@ -89,7 +89,7 @@ fn digest(hash: Sha256) -> Digest {
 }
 
 /// The state of a request body: the part that the handler has read, and whether the handler may continue.
-pub(super) struct BodyFingerprint {
+pub(super) struct RunningFingerprint {
     progress: Mutex<Progress>,
     rejected: Notify,
 }
@@ -104,7 +104,7 @@ pub(super) enum BodyRejection {
 
 struct Progress {
     // The fingerprint of the previous attempt.
-    before: Payload,
+    before: BodyFingerprint,
     max_len: u64,
     hash: Sha256,
     len: u64,
@@ -120,22 +120,22 @@ struct Progress {
 impl Progress {
     /// Whether the body matches that of the previous attempt, as far as that attempt has read it. Later parts have nothing to match.
     fn is_confirmed(&self) -> bool {
-        let Payload { len, is_whole, .. } = self.before;
+        let BodyFingerprint { len, is_whole, .. } = self.before;
         let is_shorter = self.len < len || (self.len == len && is_whole == Some(true) && !self.is_whole);
         !is_shorter && self.rejection != Some(BodyRejection::Differs)
     }
 }
 
-impl BodyFingerprint {
+impl RunningFingerprint {
     fn new(hash: Sha256) -> Self {
-        let (before, max_len) = (Payload::default(), u64::MAX);
+        let (before, max_len) = (BodyFingerprint::default(), u64::MAX);
         let [is_whole, has_failed, is_polled, is_dropped] = [false; 4];
         let progress =
             Progress { before, max_len, hash, len: 0, is_whole, has_failed, is_polled, is_dropped, rejection: None };
         Self { progress: Mutex::new(progress), rejected: Notify::new() }
     }
 
-    fn begin(&self, before: Payload, max_len: u64, is_whole: bool) {
+    fn begin(&self, before: BodyFingerprint, max_len: u64, is_whole: bool) {
         let mut progress = self.progress();
         progress.before = before;
         progress.max_len = max_len;
@@ -195,7 +195,7 @@ impl BodyFingerprint {
     /// Records a frame. False if the handler must not get it.
     fn record<E>(&self, frame: Option<&Result<Frame<Bytes>, E>>, is_end: bool) -> bool {
         let mut progress = self.progress();
-        let Payload { len, is_whole, digest: expected } = progress.before;
+        let BodyFingerprint { len, is_whole, digest: expected } = progress.before;
         let mut differs = false;
         match frame {
             Some(Ok(frame)) => {
@@ -228,14 +228,14 @@ impl BodyFingerprint {
     }
 }
 
-impl HasPayload for BodyFingerprint {
-    fn payload(&self) -> Payload {
+impl HasBodyFingerprint for RunningFingerprint {
+    fn payload(&self) -> BodyFingerprint {
         let progress = self.progress();
         if !progress.is_confirmed() {
             return progress.before;
         }
         let digest = digest(progress.hash.clone());
-        Payload { len: progress.len, is_whole: Some(progress.is_whole), digest }
+        BodyFingerprint { len: progress.len, is_whole: Some(progress.is_whole), digest }
     }
 
     fn is_confirmed(&self) -> bool {
@@ -253,7 +253,7 @@ pin_project! {
     pub struct FingerprintedBody<B> {
         #[pin]
         body: Sent<B>,
-        context: Option<Arc<OperationContext<BodyFingerprint>>>,
+        context: Option<Arc<OperationContext<RunningFingerprint>>>,
         is_polled: bool,
     }
 
@@ -314,7 +314,7 @@ pub(super) trait UnreadBody: Send + Sync {
     /// Whether it matches the body of the previous attempt; `None` if it breaks off or stalls.
     fn is_same<'a>(
         &'a mut self,
-        fingerprint: &'a BodyFingerprint,
+        fingerprint: &'a RunningFingerprint,
         compare_timeouts: CompareTimeouts,
     ) -> Pin<Box<dyn Future<Output = Option<bool>> + Send + 'a>>;
 }
@@ -322,7 +322,7 @@ pub(super) trait UnreadBody: Send + Sync {
 impl<B: Body<Data = Bytes> + Send> UnreadBody for Shared<B> {
     fn is_same<'a>(
         &'a mut self,
-        fingerprint: &'a BodyFingerprint,
+        fingerprint: &'a RunningFingerprint,
         compare_timeouts: CompareTimeouts,
     ) -> Pin<Box<dyn Future<Output = Option<bool>> + Send + 'a>> {
         let body = self.get_mut().unwrap_or_else(PoisonError::into_inner).as_mut();
@@ -342,9 +342,9 @@ impl<B: Body<Data = Bytes> + Send + 'static> FingerprintedBody<B> {
     /// returned for the comparison.
     pub(super) fn new(
         body: B,
-        before: Payload,
+        before: BodyFingerprint,
         max_len: u64,
-        context: Arc<OperationContext<BodyFingerprint>>,
+        context: Arc<OperationContext<RunningFingerprint>>,
     ) -> (Self, Option<Arc<dyn UnreadBody>>) {
         context.body().begin(before, max_len, body.is_end_stream());
         let (body, rest) = if context.body().is_confirmed() {
@@ -414,8 +414,8 @@ pub(super) enum CompareError {
 /// and buffers nothing.
 pub(super) async fn is_same<B: Body<Data = Bytes>>(
     body: B,
-    payload: &Payload,
-    fingerprint: &BodyFingerprint,
+    payload: &BodyFingerprint,
+    fingerprint: &RunningFingerprint,
     compare_timeouts: CompareTimeouts,
 ) -> Result<bool, CompareError> {
     let Some(is_whole) = payload.is_whole else { return Ok(true) };
@@ -459,11 +459,11 @@ mod tests {
 
     const PACE: CompareTimeouts = CompareTimeouts { stall: Duration::from_secs(60), total: Duration::from_secs(60) };
 
-    fn made(request: &Request<()>, headers: &[HeaderName]) -> (Digest, BodyFingerprint) {
+    fn made(request: &Request<()>, headers: &[HeaderName]) -> (Digest, RunningFingerprint) {
         Fingerprints::new(b"").of(&Operation::new("a", "k"), request, headers)
     }
 
-    fn context() -> Arc<OperationContext<BodyFingerprint>> {
+    fn context() -> Arc<OperationContext<RunningFingerprint>> {
         let (operation, (head, fingerprint)) = (Operation::new("a", "k"), made(&post("/"), &[]));
         let (lease, retention) = (Claim::MIN_LEASE, Claim::MIN_RETENTION);
         let claim = Claim::new(Token::random().unwrap(), head, lease, retention);
@@ -501,7 +501,7 @@ mod tests {
     }
 
     /// Reads frames of `sizes` bytes each, and returns the resulting fingerprint.
-    async fn read(bytes: &[u8], sizes: &[usize], before: Payload) -> Payload {
+    async fn read(bytes: &[u8], sizes: &[usize], before: BodyFingerprint) -> BodyFingerprint {
         let (mut rest, mut frames) = (bytes, Vec::new());
         for size in sizes {
             let (frame, others) = rest.split_at((*size).min(rest.len()));
@@ -524,8 +524,8 @@ mod tests {
     async fn next(
         bytes: &[u8],
         chunk: usize,
-        before: &Payload,
-    ) -> (Arc<OperationContext<BodyFingerprint>>, bool, impl Body<Data = Bytes, Error = Infallible> + Send + use<>)
+        before: &BodyFingerprint,
+    ) -> (Arc<OperationContext<RunningFingerprint>>, bool, impl Body<Data = Bytes, Error = Infallible> + Send + use<>)
     {
         let context = context();
         let same = is_same(Full::new(Bytes::copy_from_slice(bytes)), before, context.body(), PACE).await.unwrap();
@@ -543,7 +543,7 @@ mod tests {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
             runtime.block_on(async {
                 let (_, fingerprint) = made(&post("/"), &[]);
-                let payload = read(&bytes, &sizes, Payload::default()).await;
+                let payload = read(&bytes, &sizes, BodyFingerprint::default()).await;
                 let len = usize::try_from(payload.len).unwrap();
                 let expected = if payload.is_whole == Some(true) { other == bytes } else { other.starts_with(&bytes[..len]) };
                 let same = is_same(Full::new(Bytes::from(other)), &payload, &fingerprint, PACE).await.unwrap();
@@ -562,7 +562,7 @@ mod tests {
         ) {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
             runtime.block_on(async {
-                let before = read(&bytes, &sizes, Payload::default()).await;
+                let before = read(&bytes, &sizes, BodyFingerprint::default()).await;
                 let (context, same, body) = next(&other, chunk, &before).await;
                 let (body, _) = FingerprintedBody::new(body, before, u64::MAX, Arc::clone(&context));
                 let seen = futures_util::FutureExt::now_or_never(body.collect()).map(|body| body.unwrap().to_bytes());
@@ -585,7 +585,7 @@ mod tests {
         ) {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
             runtime.block_on(async {
-                let before = read(&bytes, &sizes, Payload::default()).await;
+                let before = read(&bytes, &sizes, BodyFingerprint::default()).await;
                 let (context, same, body) = next(&other, chunk, &before).await;
                 let (mut body, rest) = FingerprintedBody::new(body, before, u64::MAX, Arc::clone(&context));
                 for _ in 0..frames_read {

@@ -17,13 +17,13 @@ use tower_service::Service;
 use super::body::{Chunks, IdempotentBody};
 use super::detach::{Answer, DetachMode, DetachableFuture};
 use super::execution::Execution;
-use super::fingerprint::{BodyFingerprint, CompareError, FingerprintedBody, has_route, is_same};
+use super::fingerprint::{CompareError, FingerprintedBody, RunningFingerprint, has_route, is_same};
 use super::handler_outcome::HandlerOutcome;
 use super::recorded_response::Recorded;
 use super::settings::{Settings, Shared};
 use crate::error::{BoxError, StoreError};
 use crate::http::lock::{AbortMarker, AbortOutcome};
-use crate::idempotency::store::{Begun, Claim, Payload, RecordBound};
+use crate::idempotency::store::{Begun, BodyFingerprint, Claim, RecordBound};
 use crate::idempotency::{
     Attempt, ClaimResult, Granted, IdempotencyHandle, OnDisconnect, OnUnknown, Operation, OperationContext, Rejection,
     Running, ScopeBound, Verdict,
@@ -70,7 +70,7 @@ where
     let admitted = AdmittedRequest { request, running };
     // With `OnDisconnect::Cancel`, start the handler only when the future is polled.
     let is_eager = settings.on_disconnect == OnDisconnect::Finish;
-    match context.as_ref().ok().filter(|_| is_eager).and_then(Attempt::begin_now) {
+    match context.as_ref().ok().filter(|_| is_eager).and_then(Attempt::try_begin) {
         Some(Ok(ClaimResult::Granted(granted))) => {
             let (execution, handler) = start(settings, granted, admitted, inner);
             if handler.is_none() {
@@ -97,8 +97,8 @@ pub(in crate::http) fn take_ready<S: Clone>(inner: &mut S) -> S {
 #[expect(clippy::manual_async_fn, reason = "an `async fn` holds its arguments twice")]
 fn begin<S, K, A, B, R>(
     mut ready: S,
-    context: Result<Arc<OperationContext<BodyFingerprint>>, StoreError>,
-    first: Option<Result<ClaimResult<BodyFingerprint>, StoreError>>,
+    context: Result<Arc<OperationContext<RunningFingerprint>>, StoreError>,
+    first: Option<Result<ClaimResult<RunningFingerprint>, StoreError>>,
     admitted: AdmittedRequest<B>,
     shared: Arc<Shared<K, A>>,
     detaches: Arc<AtomicBool>,
@@ -253,7 +253,7 @@ fn context<B>(
     settings: &Settings,
     (operation, bound): (Operation, RecordBound),
     request: &Request<B>,
-) -> Result<Arc<OperationContext<BodyFingerprint>>, StoreError> {
+) -> Result<Arc<OperationContext<RunningFingerprint>>, StoreError> {
     let (head, fingerprint) = settings.fingerprints.of(&operation, request, &settings.headers);
     let (lease, retention) = (settings.lease, settings.retention);
     let takes_over = settings.on_unknown == OnUnknown::Retry;
@@ -271,7 +271,7 @@ struct AdmittedRequest<B> {
 /// attempt.
 fn start<S, B>(
     settings: &Settings,
-    granted: Granted<BodyFingerprint>,
+    granted: Granted<RunningFingerprint>,
     admitted: AdmittedRequest<B>,
     ready: &mut S,
 ) -> (Execution, Option<S::Future>)
@@ -309,7 +309,7 @@ where
 /// settings allow it.
 async fn replay_or_reject<S, A, B, R>(
     mut ready: S,
-    begun: Result<(Begun, Arc<OperationContext<BodyFingerprint>>), StoreError>,
+    begun: Result<(Begun, Arc<OperationContext<RunningFingerprint>>), StoreError>,
     admitted: AdmittedRequest<B>,
     settings: &Settings,
     answer: &A,
@@ -341,7 +341,7 @@ async fn recorded<B>(
     settings: &Settings,
     begun: Begun,
     request: Request<B>,
-    fingerprint: &BodyFingerprint,
+    fingerprint: &RunningFingerprint,
 ) -> Result<Recorded, Rejection>
 where
     B: Body<Data = Bytes>,
@@ -352,7 +352,7 @@ where
             Some(recorded) => (Err(Rejection::NotStored { status: recorded.status.as_u16() }), payload),
             None => {
                 let error = StoreError::foreign_data("a stored response that this version cannot read");
-                (Err(Rejection::Store(error)), Payload::default())
+                (Err(Rejection::Store(error)), BodyFingerprint::default())
             }
         },
         Begun::InFlight { remaining, payload } => {
@@ -361,11 +361,11 @@ where
         }
         Begun::ScopeFull { retry_after } => {
             let (bound, retry_after) = (ScopeBound::Records, retry_after.clamp(SHORTEST_RETRY, LONGEST_RETRY));
-            (Err(Rejection::ScopeFull { bound, retry_after }), Payload::default())
+            (Err(Rejection::ScopeFull { bound, retry_after }), BodyFingerprint::default())
         }
         Begun::Unknown { attempt, payload } => (Err(Rejection::OutcomeUnknown { attempt }), payload),
         // `Granted` does not reach this function.
-        Begun::Mismatch | Begun::Granted { .. } => (Err(Rejection::Mismatch), Payload::default()),
+        Begun::Mismatch | Begun::Granted { .. } => (Err(Rejection::Mismatch), BodyFingerprint::default()),
     };
     // A different request learns nothing about the first one.
     compare(settings, request, payload, fingerprint).await?;
@@ -378,8 +378,8 @@ where
 async fn compare<B: Body<Data = Bytes>>(
     settings: &Settings,
     request: Request<B>,
-    payload: Payload,
-    fingerprint: &BodyFingerprint,
+    payload: BodyFingerprint,
+    fingerprint: &RunningFingerprint,
 ) -> Result<(), Rejection> {
     match is_same(request.into_body(), &payload, fingerprint, settings.compare_timeouts()).await {
         Ok(true) => Ok(()),

@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use ::http::StatusCode;
 
-use super::fingerprint::BodyFingerprint;
+use super::fingerprint::RunningFingerprint;
 use super::recorded_response::mark;
 use super::settings::Settings;
 use crate::idempotency::store::Completion;
-use crate::idempotency::{Attempt, HasPayload as _, Settlement};
+use crate::idempotency::{Attempt, HasBodyFingerprint as _, Settlement};
 
 /// The outcome of a handler.
 pub(super) enum Outcome {
@@ -37,7 +37,7 @@ impl CompleteResponse {
     /// Whether the response may be stored for the part of the request body that was read. If the body failed, the client should retry with
     /// the whole body, so an error response is not stored then. A success is not stored if the body may differ from that of the previous
     /// attempt.
-    fn is_storable(&self, fingerprint: &BodyFingerprint) -> bool {
+    fn is_storable(&self, fingerprint: &RunningFingerprint) -> bool {
         !fingerprint.has_failed() || (self.is_success && fingerprint.is_confirmed())
     }
 }
@@ -46,7 +46,7 @@ impl Outcome {
     /// Stores the result of the operation, or lets its lease expire. `None` if that needs no waiting.
     pub(super) fn settle(
         self,
-        attempt: Attempt<BodyFingerprint>,
+        attempt: Attempt<RunningFingerprint>,
         settings: &Settings,
     ) -> Option<impl Future<Output = ()> + Send + use<>> {
         let context = attempt.context();

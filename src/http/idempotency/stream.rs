@@ -19,13 +19,13 @@ use tracing::Instrument as _;
 use super::body::{AbortOnDrop, Chunks, IdempotentBody, Piece};
 use super::classify::{Class, ResponseClassifier};
 use super::execution::Execution;
-use super::fingerprint::BodyFingerprint;
+use super::fingerprint::RunningFingerprint;
 use super::recorded_response::Recorder;
 use super::settings::{FOREVER, Settings};
 use super::settle::{CompleteResponse, Outcome};
 use crate::error::BoxError;
 use crate::http::lock::{AbortMarker, AbortOutcome};
-use crate::idempotency::{HasPayload as _, OnDisconnect, OperationContext, Verdict};
+use crate::idempotency::{HasBodyFingerprint as _, OnDisconnect, OperationContext, Verdict};
 use crate::lock::{Held, Lease, ReleaseAt};
 
 /// The maximum number of buffered pieces between the handler and the client. A recorded response has a bounded size as well.
@@ -184,7 +184,7 @@ where
 
     /// Sends the rest of a response that is too large to be stored. Each part may take `max_runtime`. If the client has gone, the rest may
     /// take `max_runtime` in total. `None` if the response must stop before its end.
-    async fn send_unrecorded(&mut self, context: &OperationContext<BodyFingerprint>) -> Option<BodyEnd> {
+    async fn send_unrecorded(&mut self, context: &OperationContext<RunningFingerprint>) -> Option<BodyEnd> {
         let (max_runtime, pieces) = (self.max_runtime(), &self.pieces);
         let mut lost = pin!(context.until_lost());
         let mut disconnected_until = None;
@@ -224,7 +224,7 @@ where
     }
 
     /// Ends a response that is too large, took too long or lost its lease.
-    fn cancel(self, context: &OperationContext<BodyFingerprint>) {
+    fn cancel(self, context: &OperationContext<RunningFingerprint>) {
         if context.is_done() {
             self.abort_marker.set(AbortOutcome::Completed);
         }
@@ -290,7 +290,7 @@ where
     }
 
     /// Sends the response until its record is decided.
-    async fn forward(&mut self, pieces: &Sender<Piece>, fingerprint: &BodyFingerprint) -> Stop {
+    async fn forward(&mut self, pieces: &Sender<Piece>, fingerprint: &RunningFingerprint) -> Stop {
         loop {
             // Wait for the end if the request body may still turn out to be different, or may fail.
             let is_right = || fingerprint.is_confirmed() && fingerprint.is_final() && !fingerprint.has_failed();

@@ -23,7 +23,7 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep_until};
 
-use super::deferred::Idle;
+use super::deferred::DeferredWork;
 use crate::backend::redis::connection::runtime::RuntimeHandle;
 
 /// A batch in flight for longer than this does not delay the next one, since its connection may be dead.
@@ -43,7 +43,7 @@ pub(crate) struct Batcher<W> {
     rtt: Arc<LastBatch>,
     queue: mpsc::Sender<W>,
     threshold: Arc<Threshold>,
-    idle: Idle,
+    deferred: DeferredWork,
     task: AbortHandle,
     // The queue and the task that replace `queue` and `task` after their runtime has ended.
     successor: Mutex<Option<(mpsc::Sender<W>, AbortHandle)>>,
@@ -66,7 +66,7 @@ pub(crate) struct BatchConfig {
     pub(crate) split: fn(usize) -> usize,
     /// With the given number of callers, how many batches may be in flight before each further batch has to be full. With two, Redis works
     /// on one while the other is on the network.
-    pub(crate) max_in_flight: fn(usize) -> usize,
+    pub(crate) max_partial_in_flight: fn(usize) -> usize,
     /// How many full batches may be in flight. A long round trip adds to this.
     pub(crate) max_full_in_flight: usize,
 }
@@ -88,7 +88,7 @@ struct LastBatch {
 
 /// The permit of a call in flight. A batch takes as many permits as there are for direct calls, so no call is sent directly while it is in
 /// flight.
-pub(crate) struct InFlightPermit {
+pub(crate) struct InFlightGuard {
     in_flight: Arc<AtomicUsize>,
     permits: usize,
 }
@@ -99,7 +99,7 @@ impl<W: Send + 'static> Batcher<W> {
     pub(crate) fn new<F>(
         config: BatchConfig,
         runtime: &RuntimeHandle,
-        send: impl Fn(Vec<W>, Idle) -> F + Send + Sync + 'static,
+        send: impl Fn(Vec<W>, DeferredWork) -> F + Send + Sync + 'static,
     ) -> Self
     where
         F: Future<Output = Option<Instant>> + Send + 'static,
@@ -111,46 +111,46 @@ impl<W: Send + 'static> Batcher<W> {
             last_return: AtomicU64::new(0),
             round_trip: AtomicU64::new(0),
         });
-        let idle = Idle::new();
+        let deferred = DeferredWork::new();
         let threshold = Arc::new(Threshold { count: AtomicUsize::new(config.max_batch), reached: Notify::new() });
         let send = {
-            let (in_flight, rtt, idle) = (Arc::clone(&in_flight), Arc::clone(&rtt), idle.clone());
+            let (in_flight, rtt, deferred) = (Arc::clone(&in_flight), Arc::clone(&rtt), deferred.clone());
             move |batch: Vec<W>| {
                 // A pause after the return follows only a batch of several calls.
                 let rtt = (batch.len() > 1).then(|| Arc::clone(&rtt));
-                let permit = InFlightPermit::new(&in_flight, config.max_unbatched).0;
-                let (sent, idle) = (Instant::now(), idle.clone());
-                let call = send(batch, idle.clone());
+                let permit = InFlightGuard::new(&in_flight, config.max_unbatched).0;
+                let (sent, deferred) = (Instant::now(), deferred.clone());
+                let call = send(batch, deferred.clone());
                 async move {
                     let replied_at = call.await;
                     if let Some(rtt) = rtt {
                         rtt.record_return(sent, replied_at);
                     }
                     drop(permit);
-                    idle.run_late();
+                    deferred.run_late();
                 }
             }
         };
         let send = Arc::new(send);
         let make_task = {
-            let (threshold, rtt, idle) = (Arc::clone(&threshold), Arc::clone(&rtt), idle.clone());
+            let (threshold, rtt, deferred) = (Arc::clone(&threshold), Arc::clone(&rtt), deferred.clone());
             move |queued| -> Task {
                 let send = Arc::clone(&send);
                 let send = move |batch| send(batch);
-                Box::pin(send_batches(queued, config, Arc::clone(&threshold), Arc::clone(&rtt), idle.clone(), send))
+                Box::pin(send_batches(queued, config, Arc::clone(&threshold), Arc::clone(&rtt), deferred.clone(), send))
             }
         };
         let task = runtime.spawn(make_task(queued));
         let (successor, make_task) = (Mutex::default(), Box::new(make_task));
-        Self { config, in_flight, rtt, queue, threshold, idle, task, successor, make_task }
+        Self { config, in_flight, rtt, queue, threshold, deferred, task, successor, make_task }
     }
 
     /// A permit for a direct call, or `None` if the call should be batched.
-    pub(crate) fn try_direct(&self) -> Option<InFlightPermit> {
-        let (permit, before) = InFlightPermit::new(&self.in_flight, 1);
+    pub(crate) fn try_direct(&self) -> Option<InFlightGuard> {
+        let (permit, before) = InFlightGuard::new(&self.in_flight, 1);
         let is_direct = before < self.config.max_unbatched && !self.rtt.returned_within(self.config.linger);
         if is_direct {
-            self.idle.run_late();
+            self.deferred.run_late();
         }
         is_direct.then_some(permit)
     }
@@ -174,7 +174,7 @@ impl<W: Send + 'static> Batcher<W> {
         }
         // Not for each call, since this reads the clock.
         if queued % 8 == 1 {
-            self.idle.run_late();
+            self.deferred.run_late();
         }
         Some(reply.await)
     }
@@ -227,7 +227,7 @@ impl LastBatch {
     }
 }
 
-impl InFlightPermit {
+impl InFlightGuard {
     /// Takes the permits, and returns how many were taken before.
     fn new(in_flight: &Arc<AtomicUsize>, permits: usize) -> (Self, usize) {
         let before = in_flight.fetch_add(permits, Ordering::Relaxed);
@@ -235,7 +235,7 @@ impl InFlightPermit {
     }
 }
 
-impl Drop for InFlightPermit {
+impl Drop for InFlightGuard {
     fn drop(&mut self) {
         self.in_flight.fetch_sub(self.permits, Ordering::Relaxed);
     }
@@ -258,7 +258,7 @@ async fn send_batches<W, F>(
     config: BatchConfig,
     threshold: Arc<Threshold>,
     rtt: Arc<LastBatch>,
-    idle: Idle,
+    deferred: DeferredWork,
     send: impl Fn(Vec<W>) -> F,
 ) where
     F: Future<Output = ()> + Send + 'static,
@@ -277,7 +277,8 @@ async fn send_batches<W, F>(
         threshold.count.store(config.max_batch, Ordering::Relaxed);
         loop {
             let has_room = calls.len() < MAX_IN_FLIGHT && recent.len() < rtt.window(config.max_full_in_flight);
-            if has_room && (recent.len() < (config.max_in_flight)(callers) || queued.len() >= config.max_batch) {
+            if has_room && (recent.len() < (config.max_partial_in_flight)(callers) || queued.len() >= config.max_batch)
+            {
                 break;
             }
             let oldest = recent.front().map(|(sent, _)| *sent);
@@ -298,7 +299,7 @@ async fn send_batches<W, F>(
         if rtt.returned_within(config.linger) && queued.len() < enough {
             // Callers that just got a reply may call again, most of them in time for this batch.
             threshold.count.store(enough, Ordering::Relaxed);
-            let mut is_idle = pin!(idle.when_idle(|| ()));
+            let mut is_idle = pin!(deferred.when_idle(|| ()));
             while queued.len() < enough {
                 tokio::select! {
                     () = &mut is_idle => break,
@@ -351,7 +352,7 @@ mod tests {
             linger: Duration::ZERO,
             max_batch: 8,
             split: |_| 1,
-            max_in_flight: |_| 1,
+            max_partial_in_flight: |_| 1,
             max_full_in_flight: 1,
         };
         let batcher = Arc::new(Batcher::new(config, &RuntimeHandle::here(), send));
@@ -375,12 +376,12 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn callers_are_divided_between_two_batches() {
         let (sent, mut calls) = mpsc::unbounded_channel();
-        let send = move |batch: Vec<oneshot::Sender<()>>, idle: Idle| {
+        let send = move |batch: Vec<oneshot::Sender<()>>, deferred: DeferredWork| {
             let (answer, is_answered) = oneshot::channel::<()>();
             sent.send((batch.len(), answer)).unwrap();
             async move {
                 let replied_at = is_answered.await.ok().map(|()| Instant::now());
-                idle.when_idle(|| batch.into_iter().for_each(|reply| reply.send(()).unwrap())).await;
+                deferred.when_idle(|| batch.into_iter().for_each(|reply| reply.send(()).unwrap())).await;
                 replied_at
             }
         };
@@ -389,7 +390,7 @@ mod tests {
             linger: Duration::from_secs(1),
             max_batch: 64,
             split: |_| 2,
-            max_in_flight: |_| 2,
+            max_partial_in_flight: |_| 2,
             max_full_in_flight: 2,
         };
         let batcher = Arc::new(Batcher::new(config, &RuntimeHandle::here(), send));
@@ -426,7 +427,7 @@ mod tests {
         let (free, until_free) = std::sync::mpsc::channel::<()>();
         let (start, has_begun) = oneshot::channel();
         let blocks = Mutex::new(Some((until_free, start)));
-        let send = move |batch: Vec<oneshot::Sender<()>>, idle: Idle| {
+        let send = move |batch: Vec<oneshot::Sender<()>>, deferred: DeferredWork| {
             if let Some((until_free, start)) = blocks.lock().unwrap().take() {
                 tokio::spawn(async move {
                     start.send(()).unwrap();
@@ -434,7 +435,7 @@ mod tests {
                 });
             }
             async move {
-                idle.when_idle(|| batch.into_iter().for_each(|reply| reply.send(()).unwrap())).await;
+                deferred.when_idle(|| batch.into_iter().for_each(|reply| reply.send(()).unwrap())).await;
                 None
             }
         };
@@ -443,7 +444,7 @@ mod tests {
             linger: Duration::ZERO,
             max_batch: 8,
             split: |_| 1,
-            max_in_flight: |_| 1,
+            max_partial_in_flight: |_| 1,
             max_full_in_flight: 1,
         };
         let batcher = Batcher::new(config, &handle, send);
@@ -470,11 +471,11 @@ mod tests {
         let (start, mut has_begun) = tokio::sync::mpsc::unbounded_channel();
         // The second batch blocks its thread. The first, which is popped first, waits for its answer.
         let has = Mutex::new(vec![(None, Some(until_free)), (Some(replied_at), None)]);
-        let send = move |batch: Vec<oneshot::Sender<()>>, idle: Idle| {
+        let send = move |batch: Vec<oneshot::Sender<()>>, deferred: DeferredWork| {
             let (replied_at, until_free) = has.lock().unwrap().pop().unwrap();
             let start = start.clone();
             async move {
-                let delivery = idle.when_idle(|| batch.into_iter().for_each(|reply| reply.send(()).unwrap()));
+                let delivery = deferred.when_idle(|| batch.into_iter().for_each(|reply| reply.send(()).unwrap()));
                 let mut delivery = pin!(delivery);
                 if let Some(until_free) = until_free {
                     assert!(futures_util::poll!(&mut delivery).is_pending());
@@ -493,7 +494,7 @@ mod tests {
             linger: Duration::ZERO,
             max_batch: 8,
             split: |_| 1,
-            max_in_flight: |_| 2,
+            max_partial_in_flight: |_| 2,
             max_full_in_flight: 2,
         };
         let batcher = Batcher::new(config, &handle, send);

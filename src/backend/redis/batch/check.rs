@@ -10,8 +10,8 @@ use smallvec::SmallVec;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::batcher::{BatchConfig, Batcher, InFlightPermit, until_abandoned};
-use super::deferred::Idle;
+use super::batcher::{BatchConfig, Batcher, InFlightGuard, until_abandoned};
+use super::deferred::DeferredWork;
 use crate::backend::redis::codec::rate_limit::encode;
 use crate::backend::redis::connection::runtime::RuntimeHandle;
 use crate::backend::redis::error::{store_error, unexpected_reply};
@@ -27,7 +27,7 @@ const CONFIG: BatchConfig = BatchConfig {
     linger: Duration::from_micros(200),
     max_batch: 64,
     split: batch_count,
-    max_in_flight: batch_count,
+    max_partial_in_flight: batch_count,
     max_full_in_flight: 4,
 };
 
@@ -60,15 +60,15 @@ struct Pending {
 impl CheckBatcher {
     /// Sends batches until it is dropped.
     pub(crate) fn new(servers: Arc<Servers>, scripts: Arc<Scripts>, runtime: &RuntimeHandle) -> Self {
-        let send = move |batch, idle| {
+        let send = move |batch, deferred| {
             let (servers, scripts) = (Arc::clone(&servers), Arc::clone(&scripts));
-            async move { send(&servers, &scripts, &idle, batch).await }
+            async move { send(&servers, &scripts, &deferred, batch).await }
         };
         Self(Batcher::new(CONFIG, runtime, send))
     }
 
     /// A permit for a direct call, unless others are in flight.
-    pub(crate) fn try_direct(&self) -> Option<InFlightPermit> {
+    pub(crate) fn try_direct(&self) -> Option<InFlightGuard> {
         self.0.try_direct()
     }
 
@@ -88,7 +88,12 @@ impl CheckBatcher {
 }
 
 /// Sends a batch and answers its callers. Returns when Redis replied, if it did.
-async fn send(servers: &Servers, scripts: &Scripts, idle: &Idle, mut batch: Vec<Pending>) -> Option<Instant> {
+async fn send(
+    servers: &Servers,
+    scripts: &Scripts,
+    deferred: &DeferredWork,
+    mut batch: Vec<Pending>,
+) -> Option<Instant> {
     let connected = tokio::select! {
         biased;
         connected = servers.connected() => connected,
@@ -101,7 +106,7 @@ async fn send(servers: &Servers, scripts: &Scripts, idle: &Idle, mut batch: Vec<
     // Do not charge callers that gave up before a connection was available.
     batch.retain(|pending| !pending.reply.is_closed());
     // The script needs the checks of a policy in one group, and the checks of a key next to each other.
-    let order = |pending: &Pending| (std::ptr::from_ref(pending.policy.packed(encode)), pending.key_hash);
+    let order = |pending: &Pending| (std::ptr::from_ref(pending.policy.encoded_limits(encode)), pending.key_hash);
     batch.sort_by(|one, other| order(one).cmp(&order(other)).then_with(|| one.redis_key.cmp(&other.redis_key)));
     let (checks, mut replies): (Vec<_>, Vec<_>) = batch
         .into_iter()
@@ -112,10 +117,10 @@ async fn send(servers: &Servers, scripts: &Scripts, idle: &Idle, mut batch: Vec<
     }
     let keys: Vec<_> = checks.iter().map(|(_, redis_key, _)| &**redis_key).collect();
     let groups: Vec<_> = checks
-        .chunk_by(|(one, ..), (other, ..)| std::ptr::eq(one.packed(encode), other.packed(encode)))
+        .chunk_by(|(one, ..), (other, ..)| std::ptr::eq(one.encoded_limits(encode), other.encoded_limits(encode)))
         .map(|group| {
             let costs = group.iter().map(|(.., cost)| *cost).collect();
-            Group { packed: group[0].0.packed(encode), costs }
+            Group { packed: group[0].0.encoded_limits(encode), costs }
         })
         .collect();
     let answer = tokio::select! {
@@ -126,7 +131,7 @@ async fn send(servers: &Servers, scripts: &Scripts, idle: &Idle, mut batch: Vec<
     let replied_at = answer.is_ok().then(Instant::now);
     let answers = match answer {
         Ok(answer) => {
-            let lengths = checks.iter().map(|(policy, ..)| policy.packed(encode).counts);
+            let lengths = checks.iter().map(|(policy, ..)| policy.encoded_limits(encode).counts);
             split(&answer, lengths).unwrap_or_else(|| {
                 tracing::debug!(error = %unexpected_reply(&answer), "redis sent an unexpected reply to a batch of checks");
                 vec![Err(unreadable()); replies.len()]
@@ -134,13 +139,14 @@ async fn send(servers: &Servers, scripts: &Scripts, idle: &Idle, mut batch: Vec<
         }
         Err(error) => vec![Err(error); replies.len()],
     };
-    idle.when_idle(move || {
-        for (reply, answer) in replies.into_iter().zip(answers) {
-            // The caller may have given up.
-            let _ = reply.send(answer);
-        }
-    })
-    .await;
+    deferred
+        .when_idle(move || {
+            for (reply, answer) in replies.into_iter().zip(answers) {
+                // The caller may have given up.
+                let _ = reply.send(answer);
+            }
+        })
+        .await;
     replied_at
 }
 
@@ -188,7 +194,7 @@ pub(crate) async fn check_batch(
             (Pending { policy: policy.clone(), key_hash: key.sum(), redis_key, cost, reply }, answer)
         })
         .unzip();
-    send(servers, scripts, &Idle::new(), batch).await;
+    send(servers, scripts, &DeferredWork::new(), batch).await;
     let mut replies = Vec::new();
     for answer in answers {
         let reply = answer.await.expect("each check gets a reply");

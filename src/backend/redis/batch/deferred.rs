@@ -14,12 +14,12 @@ use tokio::sync::oneshot;
 use tokio::task::yield_now;
 use tokio::time::Instant;
 
-/// If a thread is busy for longer than this, the next call of [`Idle::run_late`] runs its deferred work.
-const LATE: Duration = Duration::from_millis(1);
+/// If a thread is busy for longer than this, the next call of [`DeferredWork::run_late`] runs its deferred work.
+const MAX_DELAY: Duration = Duration::from_millis(1);
 
 /// The deferred work that has not run yet.
 #[derive(Clone)]
-pub(crate) struct Idle(Arc<DeferredList>);
+pub(crate) struct DeferredWork(Arc<DeferredList>);
 
 struct DeferredList {
     epoch: Instant,
@@ -43,7 +43,7 @@ struct ListEntry<'a> {
 /// A closure that runs once, on the first wake.
 struct Deferred(Mutex<Option<Box<dyn FnOnce() + Send>>>);
 
-impl Idle {
+impl DeferredWork {
     pub(crate) fn new() -> Self {
         Self(Arc::new(DeferredList { epoch: Instant::now(), since: AtomicU64::new(0), pending: Mutex::default() }))
     }
@@ -66,7 +66,7 @@ impl Idle {
     /// Runs all deferred work if the oldest closure is late.
     pub(crate) fn run_late(&self) {
         let since = self.0.since.load(Ordering::Relaxed);
-        if since == 0 || self.0.now().saturating_sub(since) < LATE.as_micros() as u64 {
+        if since == 0 || self.0.now().saturating_sub(since) < MAX_DELAY.as_micros() as u64 {
             return;
         }
         let late: Vec<_> = self.0.pending().iter().map(|pending| Arc::clone(&pending.deferred)).collect();
@@ -128,8 +128,8 @@ mod tests {
         };
         let (work, after, other) = (update_since("act"), update_since("after"), update_since("other"));
         let acting = tokio::spawn(async move {
-            let idle = Idle::new();
-            let mut done = pin!(idle.when_idle(work));
+            let deferred = DeferredWork::new();
+            let mut done = pin!(deferred.when_idle(work));
             // Unlike `yield_now`, it does not complete because it is polled again.
             assert_eq!(futures_util::poll!(&mut done), Poll::Pending);
             assert_eq!(futures_util::poll!(&mut done), Poll::Pending);
@@ -144,28 +144,28 @@ mod tests {
     /// Regression: abandoned closures stayed in the list for ever.
     #[tokio::test]
     async fn abandoned_work_leaves_the_list() {
-        let idle = Idle::new();
+        let deferred = DeferredWork::new();
         for _ in 0..2 {
-            let mut waits = Box::pin(idle.when_idle(|| ()));
+            let mut waits = Box::pin(deferred.when_idle(|| ()));
             assert_eq!(futures_util::poll!(&mut waits), Poll::Pending);
-            assert_ne!(idle.0.since.load(Ordering::Relaxed), 0);
+            assert_ne!(deferred.0.since.load(Ordering::Relaxed), 0);
             drop(waits);
-            assert!(idle.0.pending().is_empty());
-            assert_eq!(idle.0.since.load(Ordering::Relaxed), 0);
+            assert!(deferred.0.pending().is_empty());
+            assert_eq!(deferred.0.since.load(Ordering::Relaxed), 0);
         }
     }
 
     /// Regression: the callers of a batch waited for as long as the thread with its reply was busy.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn other_thread_runs_work_of_blocked_thread() {
-        let idle = Idle::new();
+        let deferred = DeferredWork::new();
         let (free, until_free) = mpsc::channel::<()>();
         let (start, has_begun) = oneshot::channel();
         let (acted, mut has_acted) = oneshot::channel();
         let blocked = tokio::spawn({
-            let idle = idle.clone();
+            let deferred = deferred.clone();
             async move {
-                let mut done = pin!(idle.when_idle(move || acted.send(()).unwrap()));
+                let mut done = pin!(deferred.when_idle(move || acted.send(()).unwrap()));
                 assert_eq!(futures_util::poll!(&mut done), Poll::Pending);
                 start.send(()).unwrap();
                 until_free.recv().unwrap();
@@ -173,12 +173,12 @@ mod tests {
             }
         });
         has_begun.await.unwrap();
-        tokio::time::sleep(2 * LATE).await;
+        tokio::time::sleep(2 * MAX_DELAY).await;
         assert!(has_acted.try_recv().is_err(), "no other thread has caught up");
-        idle.run_late();
+        deferred.run_late();
         has_acted.try_recv().unwrap();
         free.send(()).unwrap();
         blocked.await.unwrap();
-        assert!(idle.0.pending().is_empty());
+        assert!(deferred.0.pending().is_empty());
     }
 }

@@ -12,8 +12,8 @@ use redis::{RedisError, Value};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::batcher::{BatchConfig, Batcher, InFlightPermit, until_abandoned};
-use super::deferred::Idle;
+use super::batcher::{BatchConfig, Batcher, InFlightGuard, until_abandoned};
+use super::deferred::DeferredWork;
 use crate::backend::redis::connection::runtime::RuntimeHandle;
 use crate::backend::redis::error::{store_error, unexpected_reply};
 use crate::backend::redis::keys::{Keys, LockNames};
@@ -30,7 +30,7 @@ const CONFIG: BatchConfig = BatchConfig {
     linger: Duration::from_micros(200),
     max_batch: MAX_LOCKS,
     split: |_| 3,
-    max_in_flight: |_| 4,
+    max_partial_in_flight: |_| 4,
     max_full_in_flight: 4,
 };
 
@@ -52,12 +52,13 @@ type Answer = Result<Option<i64>, StoreError>;
 impl LockBatcher {
     /// Sends batches until it is dropped.
     pub(crate) fn new(servers: Servers, scripts: Arc<Scripts>, keys: Arc<Keys>, runtime: &RuntimeHandle) -> Self {
-        let send = move |batch, idle| send(servers.clone(), Arc::clone(&scripts), Arc::clone(&keys), idle, batch);
+        let send =
+            move |batch, deferred| send(servers.clone(), Arc::clone(&scripts), Arc::clone(&keys), deferred, batch);
         Self(Batcher::new(CONFIG, runtime, send))
     }
 
     /// A permit for a direct call, unless others are in flight.
-    pub(crate) fn try_direct(&self) -> Option<InFlightPermit> {
+    pub(crate) fn try_direct(&self) -> Option<InFlightGuard> {
         self.0.try_direct()
     }
 
@@ -108,7 +109,7 @@ async fn send(
     servers: Servers,
     scripts: Arc<Scripts>,
     keys: Arc<Keys>,
-    idle: Idle,
+    deferred: DeferredWork,
     mut batch: Vec<Pending>,
 ) -> Option<Instant> {
     let connected = tokio::select! {
@@ -117,7 +118,7 @@ async fn send(
         () = until_abandoned(&mut batch, |pending| &mut pending.reply) => return None,
     };
     if let Err(error) = connected {
-        return answer_callers(&idle, Err(error), 0, batch).await;
+        return answer_callers(&deferred, Err(error), 0, batch).await;
     }
     // Callers that gave up before a connection was available need no lock. Releases are sent in any case.
     batch.retain(|pending| pending.claim.is_none() || !pending.reply.is_closed());
@@ -129,7 +130,7 @@ async fn send(
         let claim = batch.last().and_then(|pending| pending.claim);
         let mut group = batch.split_off(batch.partition_point(|pending| pending.claim < claim));
         group.append(&mut releases);
-        calls.push(send_group(&servers, &scripts, &keys, &idle, claim, group));
+        calls.push(send_group(&servers, &scripts, &keys, &deferred, claim, group));
     }
     join_all(calls).await.into_iter().max().flatten()
 }
@@ -139,7 +140,7 @@ async fn send_group(
     servers: &Servers,
     scripts: &Scripts,
     keys: &Keys,
-    idle: &Idle,
+    deferred: &DeferredWork,
     claim: Option<(Duration, u32, u64)>,
     mut group: Vec<Pending>,
 ) -> Option<Instant> {
@@ -160,12 +161,12 @@ async fn send_group(
     if let Ok(reply) = &reply {
         granted_fences(reply, acquisitions).for_each(|fence| scripts.granted(fence, fences));
     }
-    answer_callers(idle, reply, acquisitions, group).await
+    answer_callers(deferred, reply, acquisitions, group).await
 }
 
 /// Answers the callers of a batch, of which the first `acquisitions` acquire. Returns when Redis replied, if it did.
 async fn answer_callers(
-    idle: &Idle,
+    deferred: &DeferredWork,
     reply: Result<Value, RedisError>,
     acquisitions: usize,
     group: Vec<Pending>,
@@ -185,13 +186,14 @@ async fn answer_callers(
             vec![0; group.len()]
         }
     };
-    idle.when_idle(move || {
-        for (pending, number) in group.into_iter().zip(numbers) {
-            // The caller may have given up.
-            let _ = pending.reply.send(Ok((number != 0).then_some(number)));
-        }
-    })
-    .await;
+    deferred
+        .when_idle(move || {
+            for (pending, number) in group.into_iter().zip(numbers) {
+                // The caller may have given up.
+                let _ = pending.reply.send(Ok((number != 0).then_some(number)));
+            }
+        })
+        .await;
     replied_at
 }
 
@@ -244,7 +246,7 @@ pub(crate) async fn exchange_batch(
     let acquisitions: Vec<_> =
         acquisitions.map(|(lock, claim)| meet(&|reply| Pending::to_acquire(&lock, &claim, reply))).collect();
     let held: Vec<_> = held.map(|(lock, token)| meet(&|reply| Pending::to_release(&lock, &token, reply))).collect();
-    send(servers, scripts, keys, Idle::new(), batch).await;
+    send(servers, scripts, keys, DeferredWork::new(), batch).await;
     let numbers = async |answers| {
         let answers = join_all::<Vec<oneshot::Receiver<Answer>>>(answers).await;
         answers.into_iter().map(|answer| answer.unwrap()).collect::<Result<Vec<_>, _>>()

@@ -11,8 +11,8 @@ use redis::Value;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::batcher::{BatchConfig, Batcher, InFlightPermit, until_abandoned};
-use super::deferred::Idle;
+use super::batcher::{BatchConfig, Batcher, InFlightGuard, until_abandoned};
+use super::deferred::DeferredWork;
 use crate::backend::redis::codec::job::PackedJobs;
 use crate::backend::redis::connection::runtime::RuntimeHandle;
 use crate::backend::redis::error::unexpected_reply;
@@ -28,7 +28,7 @@ const CONFIG: BatchConfig = BatchConfig {
     linger: Duration::from_micros(200),
     max_batch: MAX_BATCH,
     split: |_| 2,
-    max_in_flight: |_| 2,
+    max_partial_in_flight: |_| 2,
     max_full_in_flight: 2,
 };
 
@@ -46,12 +46,13 @@ struct Pending {
 impl PushBatcher {
     /// Sends batches until it is dropped.
     pub(crate) fn new(servers: Arc<Servers>, keys: Arc<Keys>, scripts: Arc<Scripts>, runtime: &RuntimeHandle) -> Self {
-        let send = move |batch, idle| send(Arc::clone(&servers), Arc::clone(&keys), Arc::clone(&scripts), idle, batch);
+        let send =
+            move |batch, deferred| send(Arc::clone(&servers), Arc::clone(&keys), Arc::clone(&scripts), deferred, batch);
         Self(Batcher::new(CONFIG, runtime, send))
     }
 
     /// A permit for a direct call, unless others are in flight.
-    pub(crate) fn try_direct(&self) -> Option<InFlightPermit> {
+    pub(crate) fn try_direct(&self) -> Option<InFlightGuard> {
         self.0.try_direct()
     }
 
@@ -73,7 +74,7 @@ async fn send(
     servers: Arc<Servers>,
     keys: Arc<Keys>,
     scripts: Arc<Scripts>,
-    idle: Idle,
+    deferred: DeferredWork,
     mut batch: Vec<Pending>,
 ) -> Option<Instant> {
     // Skip the jobs of callers that have given up.
@@ -82,7 +83,7 @@ async fn send(
         return None;
     }
     // Concurrently, so that a stalled node of a cluster delays only its own queues.
-    let calls = groups(batch).into_iter().map(|group| send_group(&servers, &keys, &scripts, &idle, group));
+    let calls = groups(batch).into_iter().map(|group| send_group(&servers, &keys, &scripts, &deferred, group));
     join_all(calls).await.into_iter().collect::<Option<Vec<_>>>()?.into_iter().max()
 }
 
@@ -110,7 +111,7 @@ async fn send_group(
     servers: &Servers,
     keys: &Keys,
     scripts: &Scripts,
-    idle: &Idle,
+    deferred: &DeferredWork,
     group: Vec<Pending>,
 ) -> Option<Instant> {
     let (keys, max_jobs) = (keys.delay_queue(&group[0].queue), group[0].max_jobs);
@@ -123,17 +124,18 @@ async fn send_group(
         () = until_abandoned(&mut replies, |reply| reply) => return None,
     };
     let replied_at = answer.is_ok().then(Instant::now);
-    idle.when_idle(move || {
-        for (i, reply) in replies.into_iter().enumerate() {
-            let admission = match &answer {
-                Ok(admissions) => Ok(admissions[i]),
-                Err(error) => Err(error.clone()),
-            };
-            // The caller may have given up.
-            let _ = reply.send(admission);
-        }
-    })
-    .await;
+    deferred
+        .when_idle(move || {
+            for (i, reply) in replies.into_iter().enumerate() {
+                let admission = match &answer {
+                    Ok(admissions) => Ok(admissions[i]),
+                    Err(error) => Err(error.clone()),
+                };
+                // The caller may have given up.
+                let _ = reply.send(admission);
+            }
+        })
+        .await;
     replied_at
 }
 
@@ -192,7 +194,7 @@ mod tests {
         let servers = Servers::One(Pool::lazy(connector, 1, pool_options, &Arc::default()));
         let batch = vec![pending(1, Priority::Normal), pending(1, Priority::Low)];
         let (servers, keys, scripts) = (Arc::new(servers), Arc::new(Keys::new("test")), Arc::new(Scripts::new()));
-        assert_eq!(send(servers, keys, scripts, Idle::new(), batch).await, None);
+        assert_eq!(send(servers, keys, scripts, DeferredWork::new(), batch).await, None);
     }
 
     /// Redis does nothing else while a script reads its arguments.

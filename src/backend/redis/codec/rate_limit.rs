@@ -90,7 +90,7 @@ fn time_to_live_ms(params: &[LimitParams]) -> u64 {
 /// The length tells the first form from the second, which never has that length without logs.
 pub(crate) fn decision(reply: &[u8], policy: &Policy, cost: u64, charges: bool) -> Option<Decision> {
     let mut reader = Reader(reply);
-    let is_short = policy.logs().next().is_none() && reply.len() == policy.packed(encode).counts;
+    let is_short = policy.logs().next().is_none() && reply.len() == policy.encoded_limits(encode).counts;
     let (status, now) =
         if is_short { (ADMITTED.into(), reader.number()?) } else { (reader.integer(1)?, reader.integer(INSTANT)?) };
     let charged = charges && cost > 0 && status == u64::from(ADMITTED);
@@ -144,7 +144,7 @@ impl<'a> Counts<'a> {
         if value.is_empty() {
             return Some(Self::None);
         }
-        if let Some(rest) = value.strip_prefix(&*policy.packed(encode).limits) {
+        if let Some(rest) = value.strip_prefix(&*policy.encoded_limits(encode).limits) {
             let mut reader = Reader(rest);
             let last = reader.number()?;
             return Some(Self::EncodedLimits { reader, last: last.min(now) });

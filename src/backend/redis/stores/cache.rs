@@ -145,7 +145,7 @@ fn decode(bytes: Vec<u8>, now_ms: u64) -> Entry {
     let until = |at| Duration::from_millis(time(at).saturating_sub(now_ms));
     Entry::new(id, content)
         .times(since(18..25), until(25..32), until(32..39))
-        .cost(Duration::from_millis(time(39..43)))
+        .load_time(Duration::from_millis(time(39..43)))
         .tags(tags)
 }
 

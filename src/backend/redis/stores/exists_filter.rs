@@ -52,9 +52,9 @@ impl ExistsFilterStore for RedisBackend {
         Ok((bytes.len() == len).then(|| bytes.as_chunks().0.to_vec()))
     }
 
-    async fn grow(&self, filter: &Key, version: &Token, layout: &Layout) -> Result<bool, StoreError> {
+    async fn allocate(&self, filter: &Key, version: &Token, layout: &Layout) -> Result<bool, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        is_done(&scripts.cache_filter_grow(servers, &keys.filter_bits(filter, version), layout).await?)
+        is_done(&scripts.cache_filter_allocate(servers, &keys.filter_bits(filter, version), layout).await?)
     }
 
     async fn begin_build(
@@ -81,7 +81,7 @@ impl ExistsFilterStore for RedisBackend {
         match numbers::<3>(&reply) {
             Some([0, ..]) => Ok(Added::Changed),
             Some([1, active, building]) => Ok(Added::Done { active: active == 1, building: building == 1 }),
-            Some([2, ms, _]) => Ok(Added::Missing { known_for: Duration::from_millis(ms) }),
+            Some([2, ms, _]) => Ok(Added::Missing { missing_for: Duration::from_millis(ms) }),
             _ => Err(unexpected_reply(&reply)),
         }
     }

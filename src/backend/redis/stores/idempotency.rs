@@ -10,7 +10,7 @@ use crate::backend::redis::keys::PARTS;
 use crate::backend::redis::{Inner, RedisBackend};
 use crate::error::StoreError;
 use crate::idempotency::store::{
-    Begun, Claim, Completion, IdempotencyRegistry, IdempotencyStore, Notifications, Payload, Token,
+    Begun, BodyFingerprint, Claim, Completion, IdempotencyRegistry, IdempotencyStore, Notifications, Token,
 };
 use crate::idempotency::{
     Checkpoint, Cursor, Operation, OperationPage, OperationState, OperationStatus, StoredResponse,
@@ -28,7 +28,7 @@ impl IdempotencyStore for RedisBackend {
         begun(&reply).ok_or_else(|| unexpected_reply(&reply))
     }
 
-    async fn renew(&self, operation: &Operation, claim: &Claim, payload: &Payload) -> Result<bool, StoreError> {
+    async fn renew(&self, operation: &Operation, claim: &Claim, payload: &BodyFingerprint) -> Result<bool, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         is_done(
             &scripts.idempotency_renew(locks.dedicated(), &keys.idempotency(operation), claim, payload, None).await?,
@@ -39,7 +39,7 @@ impl IdempotencyStore for RedisBackend {
         &self,
         operation: &Operation,
         claim: &Claim,
-        payload: &Payload,
+        payload: &BodyFingerprint,
         checkpoint: &Checkpoint,
     ) -> Result<bool, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
@@ -210,7 +210,7 @@ fn number(value: &Value) -> Option<u64> {
 fn begun(reply: &Value) -> Option<Begun> {
     let Value::Array(values) = reply else { return None };
     let payload = |value: &Value| match value {
-        Value::BulkString(bytes) => Payload::from_bytes(bytes),
+        Value::BulkString(bytes) => BodyFingerprint::from_bytes(bytes),
         _ => None,
     };
     Some(match values.as_slice() {

@@ -48,7 +48,7 @@ impl RedisBackend {
             }
         }
         let counts = keys.counts(policy, key);
-        let reply = scripts.rate_limit_check_plain(servers, &counts, cost, policy.packed(encode)).await;
+        let reply = scripts.rate_limit_check_plain(servers, &counts, cost, policy.encoded_limits(encode)).await;
         drop(place);
         Ok(Reply::from_slice(text(&reply?)?))
     }
@@ -79,7 +79,7 @@ fn descriptor<'a>(policy: &'a Policy, keys: &'a [String], cost: i64) -> Descript
         QuotaChange::Reset => "reset",
         QuotaChange::Proportional => "proportional",
     };
-    Descriptor { keys, cost, packed: policy.packed(encode), change }
+    Descriptor { keys, cost, packed: policy.encoded_limits(encode), change }
 }
 
 fn text(reply: &redis::Value) -> Result<&[u8], StoreError> {
@@ -155,7 +155,7 @@ impl RateLimitStore for RedisBackend {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
         let block_us = time.min(Quota::MAX_WINDOW).as_micros() as u64;
-        scripts.rate_limit_block(servers, &keys[0], block_us, policy.packed(encode)).await
+        scripts.rate_limit_block(servers, &keys[0], block_us, policy.encoded_limits(encode)).await
     }
 
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {

@@ -23,7 +23,7 @@ impl Worker {
         let now = Instant::now();
         let state = State {
             stage: Stage::Working,
-            turn: Turn::Polled { wanted: CONCURRENCY, is_pending: ready < CONCURRENCY },
+            progress: Progress::Polled { wanted: CONCURRENCY, is_pending: ready < CONCURRENCY },
             partitions: &[],
             first_partition: 0,
             concurrency: CONCURRENCY,
@@ -45,7 +45,7 @@ impl Worker {
     /// A worker of which the store says that no job is due.
     fn idle() -> Self {
         let mut worker = Self::polled(1, 0);
-        worker.state.turn = Turn::Polled { wanted: 0, is_pending: false };
+        worker.state.progress = Progress::Polled { wanted: 0, is_pending: false };
         worker.partition().claim_at = None;
         worker
     }
@@ -97,13 +97,13 @@ const fn call(partition: usize, acks: usize, max_jobs: usize) -> Call {
     Call { partition, acks, max_jobs }
 }
 
-// The order of a turn.
+// The order of actions in a round.
 
 #[test]
-fn turn_begins_with_the_check_of_running_jobs() {
+fn round_begins_with_the_check_of_running_jobs() {
     let mut worker = Worker::polled(1, 8);
-    (worker.state.turn, worker.state.check_at, worker.state.summary_at) =
-        (Turn::Start, Some(worker.now), Some(worker.now));
+    (worker.state.progress, worker.state.check_at, worker.state.summary_at) =
+        (Progress::Start, Some(worker.now), Some(worker.now));
     assert_eq!(worker.plan(), Action::CheckJobs);
     worker.state.check_at = Some(worker.now + secs(1));
     assert_eq!(worker.plan(), Action::LogSummary);
@@ -112,18 +112,18 @@ fn turn_begins_with_the_check_of_running_jobs() {
 }
 
 #[test]
-fn jobs_are_checked_once_in_a_turn() {
+fn jobs_are_checked_once_in_a_round() {
     let mut worker = Worker::idle();
-    (worker.state.turn, worker.state.check_at) = (Turn::Checked, Some(worker.now));
+    (worker.state.progress, worker.state.check_at) = (Progress::Checked, Some(worker.now));
     assert_eq!(worker.plan(), Action::PollServices { wanted: 0 });
-    worker.state.turn = Turn::Polled { wanted: 0, is_pending: false };
-    assert_eq!(worker.wakes_at(), Some(worker.now), "the next turn comes at once");
+    worker.state.progress = Progress::Polled { wanted: 0, is_pending: false };
+    assert_eq!(worker.wakes_at(), Some(worker.now), "the next round comes at once");
 }
 
 // How many instances of the service are wanted.
 
 fn wanted(worker: &mut Worker) -> usize {
-    worker.state.turn = Turn::Checked;
+    worker.state.progress = Progress::Checked;
     match worker.plan() {
         Action::PollServices { wanted } => wanted,
         action => panic!("{action:?}"),
@@ -427,7 +427,7 @@ fn worker_stops_after_a_time_without_a_working_store() {
 #[test]
 fn idle_worker_shuts_down_at_once_if_its_service_fails() {
     let mut worker = Worker::polled(1, 0);
-    (worker.state.stage, worker.state.turn) =
-        (Stage::draining(worker.now, secs(20)), Turn::Polled { wanted: 8, is_pending: false });
+    (worker.state.stage, worker.state.progress) =
+        (Stage::draining(worker.now, secs(20)), Progress::Polled { wanted: 8, is_pending: false });
     assert_eq!(worker.plan(), Action::Enter(Stage::Flushing(worker.now + secs(5))));
 }

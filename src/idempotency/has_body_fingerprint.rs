@@ -1,10 +1,10 @@
 //! The fingerprint of a request body, as its operation stores it.
 
-use super::store::Payload;
+use super::store::BodyFingerprint;
 
 /// The fingerprint of the part of a request body that was read.
-pub(crate) trait HasPayload: Send + Sync {
-    fn payload(&self) -> Payload;
+pub(crate) trait HasBodyFingerprint: Send + Sync {
+    fn payload(&self) -> BodyFingerprint;
 
     /// Whether the body matches that of the previous attempt, as far as that attempt has read it.
     fn is_confirmed(&self) -> bool;

@@ -1,4 +1,4 @@
--- cache_filter_grow: create a version of an exists filter without set bits, or allocate the next part of it.
+-- cache_filter_allocate: create a version of an exists filter without set bits, or allocate the next part of it.
 --
 -- Includes cache_filter_header
 -- KEYS[1]  bits      string, expires after build_ms       prefix:2:{cache_filter:<filter>}:bits:<version>
