@@ -12,7 +12,7 @@ use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer, StrDeserial
 use serde::de::{Error, IntoDeserializer, MapAccess, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer};
 
-use crate::http::{OnUnreadable, contain_every_address};
+use crate::http::{OnUnreadable, contain_entire_family};
 use crate::on_failure::OnMissingKey;
 use crate::rate_limit::{Mode, QuotaChange, RateLimitFallback};
 
@@ -322,7 +322,7 @@ fn net(text: &str) -> Result<IpNet, String> {
     if net != net.trunc() {
         return Err(format!("`{text}` is an address within a network; the network is `{}`", net.trunc()));
     }
-    if contain_every_address([net]) {
+    if contain_entire_family([net]) {
         return Err(format!(
             "`{text}` trusts every address, so each client could choose its own key; list only the networks of your proxies"
         ));

@@ -20,7 +20,7 @@ use super::pattern::check_path;
 use super::tree::{ParseError, PathSegment, path};
 use super::usage::Usage;
 use crate::error::ConfigError;
-use crate::http::{ClientIp, ForwardingHeader, contain_every_address};
+use crate::http::{ClientIp, ForwardingHeader, contain_entire_family};
 use crate::on_failure::OnMissingKey;
 use crate::rate_limit::{Limit, Policy, Quota, RateLimitFallback};
 
@@ -404,7 +404,7 @@ fn limit(def: &LimitDef) -> Result<Limit, ParseError> {
 
 fn client_ip(def: &ClientIpDef) -> Result<ClientIp, ParseError> {
     let trusted = || def.trusted.iter().flatten().map(|net| net.0);
-    if contain_every_address(trusted()) {
+    if contain_entire_family(trusted()) {
         let message = "the networks together contain every address, so each client could choose its own key; list only the \
                        networks of your proxies";
         return Err(ParseError::new(message).within("trusted"));

@@ -12,7 +12,7 @@ use super::forwarded;
 use super::forwarding_header::ForwardingHeader;
 use super::key::{self, header_name};
 use crate::error::ConfigError;
-use crate::key::{ExtractKey, Key, Or, first_of, lack};
+use crate::key::{ExtractKey, Key, Or, first_of, missing_key};
 
 /// Amazon CloudFront writes an address and a port into this header, and puts no brackets around IPv6 addresses.
 static CLOUDFRONT_VIEWER_ADDRESS: HeaderName = HeaderName::from_static("cloudfront-viewer-address");
@@ -61,10 +61,10 @@ static CLOUDFRONT_VIEWER_ADDRESS: HeaderName = HeaderName::from_static("cloudfro
 /// The peer address comes from the same extensions as that of [`peer_ip`](super::peer_ip). Without it a request has no key. A proxy that
 /// connects over a Unix socket has no address: insert a trusted [`PeerAddr`](super::PeerAddr), such as one of `127.0.0.1`.
 ///
-/// * An entry is an address in the form `ip`, `ip:port`, `[v6]` or `[v6]:port`, quoted or not. A port is a number up to 65535, or a name such
-///   as `_hidden`.
-/// * An IPv6 address with a port and without brackets is accepted unless the whole text is an address: `2001:db8::1:50001` has port 50001, but
-///   `2001:db8::1:443` is an address. This is ambiguous, so let your proxy write brackets. For headers that always hold a port, use
+/// * An entry is an address in the form `ip`, `ip:port`, `[v6]` or `[v6]:port`, quoted or not. A port is a number up to 65535, or a name
+///   after the colon, as in `203.0.113.7:_hidden`.
+/// * An IPv6 address without brackets has a port only if the whole text is no address: `2001:db8::1:50001` has port 50001, since no group has
+///   five digits, but `2001:db8::1:443` is an address. This is ambiguous, so let your proxy write brackets. For headers that always hold a port, use
 ///   [`SingleWithPort`](ForwardingHeader::SingleWithPort).
 /// * Any other entry is unreadable, such as `unknown`, `_hidden`, an IPv6 address with a zone, or an empty entry. In `Forwarded`, a malformed
 ///   element is unreadable, and so is an element without `for` or with two. An unreadable entry ends the search, because the entries to its
@@ -73,7 +73,7 @@ static CLOUDFRONT_VIEWER_ADDRESS: HeaderName = HeaderName::from_static("cloudfro
 ///   `X-Forwarded-For`, text to their left is never scanned, however long it is. In `Forwarded`, which has quoted strings to skip, a value is
 ///   scanned a few times at most. The search does not allocate.
 /// * An IPv4 address that is written as IPv6 (`::ffff:203.0.113.7`) is IPv4, both for trust and for the key.
-/// * An IPv4 address that NAT64 translated with the well-known prefix (`64:ff9b::203.0.113.7`) is IPv4 for the key, and IPv6 otherwise.
+/// * An address that NAT64 translated (`64:ff9b::203.0.113.7`) counts as IPv4 in the key, and stays IPv6 for trust, `client_ip` and `within`.
 /// * The key of any other IPv6 address has its first 64 bits (see [`ipv6_prefix`](Self::ipv6_prefix)), because one client usually controls
 ///   all the other bits. [`client_ip`](Self::client_ip) and [`within`](Self::within) use all bits.
 ///
@@ -93,7 +93,7 @@ static CLOUDFRONT_VIEWER_ADDRESS: HeaderName = HeaderName::from_static("cloudfro
 ///
 /// An extractor and its clones log each of these warnings once:
 ///
-/// * The trusted networks include every address. This is logged when the extractor is created.
+/// * The trusted networks include all IPv4 or all IPv6 addresses. This is logged when the extractor is created.
 /// * A request has no peer address.
 /// * A peer that is not trusted sends a forwarding header. Any client can do so, and it may be harmless.
 /// * A trusted proxy sends a forwarding header, but not the header that is read.
@@ -127,15 +127,15 @@ impl ClientIp {
 
     /// Trusts the proxies in these networks.
     ///
-    /// Without any network this is [`ClientIp::peer`]. With `0.0.0.0/0` or `::/0` each client can forge its address, and the log has a
-    /// warning. `::/0` contains no IPv4 addresses, not even IPv4-mapped ones.
+    /// Without any network this is [`ClientIp::peer`]. With `0.0.0.0/0` each IPv4 client can forge its address, with `::/0` each IPv6
+    /// client. Both are logged as a warning. `::/0` contains no IPv4 addresses, not even IPv4-mapped ones.
     #[must_use]
     pub fn trusting(proxies: impl IntoIterator<Item = IpNet>) -> Self {
         let trusted = Nets::new(proxies);
         if let Some(net) = trusted.entire_family() {
             tracing::warn!(
                 %net,
-                "ClientIp trusts every address, so each client can choose its own key: give `ClientIp::trusting` only the \
+                "ClientIp trusts all addresses of this family, so their clients can choose their keys: give `ClientIp::trusting` only the \
                  networks of your proxies"
             );
         }
@@ -293,7 +293,7 @@ impl ClientIp {
             if self.warnings.no_peer.set() {
                 key::warn_missing_peer("ClientIp");
             }
-            lack::note(key::NO_PEER);
+            missing_key::record(key::NO_PEER);
             return None;
         };
         if !self.trusted.trusts(peer) {
@@ -401,7 +401,7 @@ enum Trusted {
 }
 
 impl Trusted {
-    /// Whether this hop is trusted. Counted hops all are: `max_entries` bounds their number.
+    /// Whether this hop is trusted. With `Hops`, every hop is trusted, since `max_entries` already limits how many are read.
     fn trusts(&self, hop: IpAddr) -> bool {
         matches!(self, Self::Hops(_)) || self.lists(hop)
     }
@@ -455,7 +455,7 @@ fn canonical_net(net: IpNet) -> IpNet {
 
 /// Whether these networks together contain all IPv4 or all IPv6 addresses.
 #[cfg(feature = "config")]
-pub(crate) fn contain_every_address(nets: impl IntoIterator<Item = IpNet>) -> bool {
+pub(crate) fn contain_entire_family(nets: impl IntoIterator<Item = IpNet>) -> bool {
     Nets::new(nets).entire_family().is_some()
 }
 

@@ -7,7 +7,7 @@ use axum::extract::{FromRequestParts, MatchedPath, OptionalFromRequestParts};
 use axum::{Extension, RequestPartsExt};
 
 use crate::idempotency::IdempotencyHandle;
-use crate::key::{ExtractKey, Key, Or, first_of, lack};
+use crate::key::{ExtractKey, Key, Or, first_of, missing_key};
 use crate::lock::LeaseHandle;
 use crate::rate_limit::RateLimitHandle;
 
@@ -81,7 +81,9 @@ impl MatchedPathKey {
     fn key_in(extensions: &Extensions) -> Option<Key> {
         let path = extensions.get().map(|path: &MatchedPath| Key::from(path.as_str()));
         if path.is_none() {
-            lack::note("its extensions hold no `MatchedPath`; use `Router::route_layer`, or set a fallback with `or`");
+            missing_key::record(
+                "its extensions hold no `MatchedPath`; use `Router::route_layer`, or set a fallback with `or`",
+            );
         }
         path
     }

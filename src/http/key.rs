@@ -8,7 +8,7 @@ use ::http::{Extensions, HeaderName, Request};
 
 use super::address::{IPV6_PREFIX, canonical, is_private, network_of};
 use super::forwarding_header::X_FORWARDED_FOR;
-use crate::key::{ExtractKey, Key, Or, first_of, lack};
+use crate::key::{ExtractKey, Key, Or, first_of, missing_key};
 
 /// Counts by the value of a request header: an API key, a session, a tenant.
 ///
@@ -129,7 +129,7 @@ impl PeerIp {
             Some(SocketAddr::V6(peer)) => Some(Key::from(network_of((*peer.ip()).into(), IPV6_PREFIX))),
             None => {
                 MISSING_PEER_WARNING.call_once(|| warn_missing_peer("peer_ip()"));
-                lack::note(NO_PEER);
+                missing_key::record(NO_PEER);
                 None
             }
         }
@@ -187,7 +187,7 @@ fn warn_of_proxy(peer: &SocketAddr, headers: &HeaderMap) {
     }
 }
 
-/// The missing extension, for [`lack::note`].
+/// The missing extension, for [`missing_key::record`].
 pub(super) const NO_PEER: &str = "its extensions hold neither a `PeerAddr` nor, with the feature `axum`, a `ConnectInfo<SocketAddr>`; serve \
                                   with `into_make_service_with_connect_info::<SocketAddr>()`";
 

@@ -376,7 +376,7 @@ pub use self::cache::{CacheFuture, CacheLayer, CacheService, CachedBody, Undecid
 pub(crate) use self::charge::AtEnd;
 pub use self::charge::{ChargeStatus, failures, successes};
 #[cfg(feature = "config")]
-pub(crate) use self::client_ip::contain_every_address;
+pub(crate) use self::client_ip::contain_entire_family;
 pub use self::client_ip::{ClientIp, OnUnreadable};
 #[cfg(feature = "axum")]
 pub use self::extract::{MatchedPathKey, matched_path};

@@ -2,7 +2,7 @@
 
 mod ascii;
 mod extract;
-pub(crate) mod lack;
+pub(crate) mod missing_key;
 
 use std::borrow::Cow;
 use std::error::Error;

@@ -17,13 +17,13 @@ use super::grant::{FENCES, Grant, after, safe_ttl};
 use super::jitter::jittered;
 use super::kind::LockKind;
 use super::lease::Lease;
-use super::local_queues::{Entered, Failure, FailureWatch, Handoff, LeaderPermit, QueuePosition};
+use super::local_queues::{Entered, Failure, FailureWatch, Handoff, LeaderPermit, QueueTicket};
 use super::lock_key::LockKey;
 use super::locks_state::LocksState;
 use super::metrics::{HandoffKind, Outcome};
 use super::options::AcquireOptions;
-use super::pickup::{Acquire, Request};
 use super::release_task::{IN_FLIGHT_GRACE, ReleaseTask};
+use super::shared_call::{Acquire, RepeatableAcquisition};
 use super::store::{Acquired, Claim, Queueing, Token};
 use crate::error::{ConfigError, StoreError};
 use crate::reach::Reach;
@@ -44,7 +44,7 @@ struct OneLock {
     shared: Arc<LocksState>,
     lock: LockKey,
     options: AcquireOptions,
-    position: QueuePosition,
+    position: QueueTicket,
 }
 
 pub(super) fn acquire(
@@ -56,27 +56,27 @@ pub(super) fn acquire(
     Box::pin(Acquire::new(OneLock { shared, lock, options, position }))
 }
 
-impl Request for OneLock {
+impl RepeatableAcquisition for OneLock {
     type Grant = Lease;
 
     fn shared(&self) -> &Arc<LocksState> {
         &self.shared
     }
 
-    fn times(&self) -> (Duration, Duration) {
+    fn wait_and_ttl(&self) -> (Duration, Duration) {
         (self.options.wait, self.options.ttl)
     }
 
     fn begin(&mut self, start: Instant, is_requeued: bool) -> Call<Result<Lease, LockError>> {
         let Self { lock, options, .. } = *self;
-        let (shared, position) = (Arc::clone(&self.shared), QueuePosition { is_requeued, ..self.position });
+        let (shared, position) = (Arc::clone(&self.shared), QueueTicket { is_requeued, ..self.position });
         // Create the metrics before anything can fail that they count.
         shared.meters();
         // Not an `async fn`: its future would hold the arguments twice.
         Box::pin(async move { acquire_one(&shared, &lock, &options, start, position).await })
     }
 
-    fn since(lease: &Lease) -> Instant {
+    fn granted_at(lease: &Lease) -> Instant {
         lease.since()
     }
 
@@ -96,7 +96,7 @@ pub(super) async fn acquire_all(
     shared: &Arc<LocksState>,
     locks: &[LockKey],
     options: AcquireOptions,
-    position: QueuePosition,
+    position: QueueTicket,
 ) -> Result<impl Iterator<Item = Lease> + use<>, LockError> {
     acquire_shard(shared, locks, &options, Instant::now(), position).await.map(Leases::into_iter)
 }
@@ -106,7 +106,7 @@ async fn acquire_shard(
     locks: &[LockKey],
     options: &AcquireOptions,
     start: Instant,
-    position: QueuePosition,
+    position: QueueTicket,
 ) -> Result<Leases, LockError> {
     let wait_end = after(start, options.wait);
     let mut acquisitions = Acquisitions::new();
@@ -149,7 +149,7 @@ pub(super) async fn acquire_one(
     lock: &LockKey,
     options: &AcquireOptions,
     start: Instant,
-    position: QueuePosition,
+    position: QueueTicket,
 ) -> Result<Lease, LockError> {
     check_request(shared, lock, options)?;
     let _waiter = if options.wait.is_zero() {
@@ -190,7 +190,7 @@ async fn wait_for_handoff(
     lock: &LockKey,
     options: &AcquireOptions,
     start: Instant,
-    position: QueuePosition,
+    position: QueueTicket,
     accepts_lease: bool,
 ) -> Result<Handoff, LockError> {
     // A lock that this process is releasing counts as free, so wait for the release before calling the store.
@@ -219,7 +219,7 @@ async fn wait_in_queue(
     mut options: AcquireOptions,
     mut entered: Entered,
     start: Instant,
-    position: QueuePosition,
+    position: QueueTicket,
     accepts_lease: bool,
 ) -> Result<Handoff, LockError> {
     let wait_end = after(start, options.wait);
@@ -313,7 +313,7 @@ async fn acquire_leases(
     options: &AcquireOptions,
     wait_end: Instant,
 ) -> Result<Leases, LockError> {
-    if acquisitions.iter_mut().fold(false, |is_shared, (_, permit)| mem::take(&mut permit.is_shared) || is_shared) {
+    if acquisitions.iter_mut().fold(false, |any, (_, permit)| mem::take(&mut permit.others_were_notified) || any) {
         Box::pin(sleep(HEAD_START)).await;
     }
     match Attempt::new(shared, acquisitions, options.call_timeout()).await {

@@ -11,9 +11,9 @@ use super::grant::Grant;
 use super::lifo_slot::free_lifo_slot;
 use super::lock_key::LockKey;
 use super::locks_state::LocksState;
-use super::pickup::DetachableCall;
 use super::release_outcome::ReleaseOutcome;
 use super::release_task::ReleaseTask;
+use super::shared_call::DetachableCall;
 use crate::error::StoreError;
 
 /// A held lock: until it is released, dropped or lost.

@@ -1,5 +1,5 @@
-//! The local wait queues of this process, one for each key. They connect the decisions of [`LocalQueue`] with callers and the
-//! store.
+//! The local wait queues of this process, one for each key. [`LocalQueue`] decides who is next. This module then hands the lease, or the
+//! right to call the store, to that caller.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -22,15 +22,15 @@ use super::release_task::ReleaseTask;
 use super::store::Notifications;
 use crate::error::StoreError;
 
-/// More than the number of threads that would lock shards at once.
+/// Enough shards that threads rarely wait for the same one.
 const SHARDS: usize = 16;
 
 /// The locks that callers in this process hold or want. Other locks have no entry.
 pub(super) struct LocalQueues {
     shards: [Mutex<Shard>; SHARDS],
-    // The number of queues and fair waiters in the shards, and of leader permits outside of them. A caller increments it and
-    // then checks whether the locks are closed. A shutdown closes them and then reads it. Both use one total order, so one of
-    // them sees the other.
+    // The number of queues, of locks with fair callers, and of permits of unqueued callers. A caller increments it and then checks whether
+    // the locks are closed. A shutdown closes them and then reads it. With `SeqCst`, either the shutdown sees the new number, or the caller
+    // sees that the locks are closed.
     active: AtomicUsize,
     next_position: AtomicU64,
     // The number of pending releases in the shards.
@@ -40,8 +40,8 @@ pub(super) struct LocalQueues {
 #[derive(Default)]
 struct Shard {
     queues: HashMap<LockKey, KeyQueue, KnownHash>,
-    // The number of callers of fair locks. Their queue is in the store.
-    fair_waiters: HashMap<LockKey, usize, KnownHash>,
+    // For each fair lock, the number of its callers, including the first one, which does not wait. Their queue is in the store.
+    fair_callers: HashMap<LockKey, usize, KnownHash>,
     // Pending releases of leases that have no local queue.
     releases: HashMap<LockKey, SmallVec<[Arc<Semaphore>; 1]>, KnownHash>,
 }
@@ -49,7 +49,7 @@ struct Shard {
 /// The queue of a key, and the store's last failure to grant it.
 struct KeyQueue {
     queue: LocalQueue<Arc<Grant>, Waiter>,
-    // How long the store may take to answer a leader that waits for replicas; otherwise zero.
+    // How long the store may take to answer the leader if the leader requires replicas. Zero if it requires none.
     replication_timeout: Duration,
     // The last failure, unless the lease is held by this process.
     last_failure: Option<Failure>,
@@ -74,7 +74,7 @@ pub(super) type FailureWatch = watch::Receiver<Option<Failure>>;
 struct Waiter {
     // The TTL and the number of replicas that a lease by handoff must have; `None` to refuse such leases.
     handoff_terms: Option<(Duration, u32)>,
-    // How long the store may take to answer this caller if it waits for replicas; otherwise zero.
+    // How long the store may take to answer this caller if it requires replicas. Zero if it requires none.
     replication_timeout: Duration,
     max_hold: Option<Duration>,
     // Whether to send the holder a release request when this caller is first.
@@ -98,20 +98,21 @@ pub(super) enum Entered {
         is_free_soon: bool,
         watchers: Option<FailureWatch>,
     },
-    /// The caller does not wait. The next failure of the leader applies to it as well.
+    /// A caller without a wait. It only awaits the next failure of the leader, and returns it as its own.
     Watching(FailureWatch),
 }
 
-/// The right to call the store for a lock. One caller at a time has it. If it is dropped, the next waiter gets it.
+/// The right to call the store for a lock. Only one queued caller of a lock has it at a time. Fair and unqueued callers have one
+/// each. If it is dropped, the next waiter gets it.
 pub(super) struct LeaderPermit {
     shared: Arc<LocksState>,
     lock: LockKey,
     /// The subscription, which the next leader reuses.
     pub(super) notifications: Option<Notifications>,
-    /// Whether waiters in other processes got the same notification.
-    pub(super) is_shared: bool,
-    // Whether the next waiter does not get it.
-    is_last: bool,
+    /// Whether waiters in other processes were notified of the same release. The next leader then lets them go first.
+    pub(super) others_were_notified: bool,
+    // If true, dropping the permit does not pass it to the next waiter.
+    ends_on_drop: bool,
     // Whether the queue is in the store, so that each caller calls it by itself.
     is_fair: bool,
     // Whether the caller is beside the local queue.
@@ -120,13 +121,14 @@ pub(super) struct LeaderPermit {
 
 /// The position of a caller in the local queue.
 #[derive(Clone, Copy)]
-pub(super) struct QueuePosition {
+pub(super) struct QueueTicket {
     pub(super) position: Position,
-    /// Whether the caller missed a grant and waits again. It passed the limit of waiters before.
+    /// Whether the caller missed a grant and waits again. The limit on waiters was checked when it first entered, so it is not checked
+    /// again.
     pub(super) is_requeued: bool,
 }
 
-/// A position in the local queue. Dropping it leaves the queue.
+/// A caller's entry in the local queue, with the receiver of its handoff. Dropping it leaves the queue.
 pub(super) struct QueuedWaiter {
     shared: Arc<LocksState>,
     lock: LockKey,
@@ -152,8 +154,8 @@ impl LocalQueues {
     }
 
     /// The position of a new caller.
-    pub(super) fn new_position(&self) -> QueuePosition {
-        QueuePosition { position: self.next_position.fetch_add(1, Ordering::Relaxed), is_requeued: false }
+    pub(super) fn new_position(&self) -> QueueTicket {
+        QueueTicket { position: self.next_position.fetch_add(1, Ordering::Relaxed), is_requeued: false }
     }
 
     /// The number of locks with a leader or waiters.
@@ -195,7 +197,7 @@ impl LocalQueues {
         let pending = self.shard(lock).releases.get(lock)?.clone();
         let all = async move {
             for release in pending {
-                // It never has permits, and is closed after the release.
+                // This semaphore serves as an event: it has no permits, and `acquire` returns when the release closes it.
                 let _ = release.acquire().await;
             }
         };
@@ -204,7 +206,7 @@ impl LocalQueues {
         })
     }
 
-    /// How long the store may take to answer a leader that waits for replicas; otherwise zero.
+    /// How long the store may take to answer the leader if the leader requires replicas. Zero if it requires none.
     pub(super) fn replication_timeout(&self, lock: &LockKey) -> Duration {
         self.shard(lock).queues.get(lock).map_or(Duration::ZERO, |queue| queue.replication_timeout)
     }
@@ -239,7 +241,7 @@ impl KeyQueue {
         Self { queue: LocalQueue::new(), replication_timeout, last_failure: None, watchers: None }
     }
 
-    /// A watch of the next failure, or the last one if it still applies.
+    /// Returns the last failure as `Err` if it still applies, otherwise a watch of the next one.
     fn watch_failure(&mut self) -> Result<FailureWatch, Failure> {
         let failure = match self.queue.front() {
             Front::Held(grant) => Some(Failure::Busy(grant.expires())),
@@ -273,14 +275,15 @@ impl LocksState {
         self: &Arc<Self>,
         lock: LockKey,
         options: &AcquireOptions,
-        position: QueuePosition,
+        position: QueueTicket,
         accepts_lease: bool,
     ) -> Result<Entered, LockError> {
         let queues = &self.queues;
         if self.is_semaphore && options.wait.is_zero() {
-            // The leader may wait although a permit of the semaphore is free, so call the store beside it.
+            // The leader may still pause between its calls although a permit is free. So this caller bypasses the queue and calls the store
+            // itself.
             let mut permit = LeaderPermit::new(self, lock);
-            permit.is_last = true;
+            permit.ends_on_drop = true;
             permit.is_unqueued = true;
             queues.active.fetch_add(1, Ordering::SeqCst);
             return Ok(Entered::LeaderPermit(permit));
@@ -307,7 +310,7 @@ impl LocksState {
             return Err(QueueFull::new(lock).into());
         }
         let (sender, handoff) = oneshot::channel();
-        let QueuePosition { position, .. } = position;
+        let QueueTicket { position, .. } = position;
         entry.queue.enter(
             position,
             Waiter {
@@ -336,18 +339,18 @@ impl LocksState {
     ) -> Result<Entered, LockError> {
         let queues = &self.queues;
         let mut shard = queues.shard(&lock);
-        let waiters = shard.fair_waiters.get(&lock).copied().unwrap_or_default();
+        let waiters = shard.fair_callers.get(&lock).copied().unwrap_or_default();
         // The first caller does not wait yet.
         if waiters > options.max_waiters && !options.wait.is_zero() && !is_requeued {
             return Err(QueueFull::new(lock).into());
         }
-        shard.fair_waiters.insert(lock, waiters + 1);
+        shard.fair_callers.insert(lock, waiters + 1);
         if waiters == 0 {
             queues.active.fetch_add(1, Ordering::SeqCst);
         }
         drop(shard);
         let mut permit = LeaderPermit::new(self, lock);
-        permit.is_last = true;
+        permit.ends_on_drop = true;
         permit.is_fair = true;
         Ok(Entered::LeaderPermit(permit))
     }
@@ -355,10 +358,10 @@ impl LocksState {
     fn leave_fair_queue(&self, lock: &LockKey) {
         let queues = &self.queues;
         let mut shard = queues.shard(lock);
-        let Some(waiters) = shard.fair_waiters.get_mut(lock) else { return };
+        let Some(waiters) = shard.fair_callers.get_mut(lock) else { return };
         *waiters -= 1;
         if *waiters == 0 {
-            shard.fair_waiters.remove(lock);
+            shard.fair_callers.remove(lock);
             drop(shard);
             self.decrement_active();
         }
@@ -372,7 +375,7 @@ impl LocksState {
     }
 
     /// The next leader. Removes the queue after the last caller.
-    fn next_leader(&self, lock: &LockKey) -> Option<Waiter> {
+    fn advance_leader(&self, lock: &LockKey) -> Option<Waiter> {
         let mut shard = self.queues.shard(lock);
         let entry = shard.queues.get_mut(lock)?;
         let waiter = entry.queue.advance();
@@ -390,17 +393,18 @@ impl LocksState {
     fn appoint(&self, mut permit: LeaderPermit, mut waiter: Waiter) {
         while let Err(Handoff::LeaderPermit(back)) = waiter.handoff.send(Handoff::LeaderPermit(permit)) {
             permit = back;
-            match self.next_leader(&permit.lock) {
-                Some(next_leader) => waiter = next_leader,
+            match self.advance_leader(&permit.lock) {
+                Some(advance_leader) => waiter = advance_leader,
                 None => {
-                    permit.is_last = true;
+                    permit.ends_on_drop = true;
                     return;
                 }
             }
         }
     }
 
-    /// Hands a released lease off to the next waiter if it is still good for that. Otherwise returns the release task.
+    /// Hands a released lease off to the next waiter if enough time and fences are left and it meets the waiter's terms. Otherwise returns
+    /// the release task.
     pub(super) fn release_or_hand_off(self: &Arc<Self>, grant: &Arc<Grant>, now: Instant) -> Option<ReleaseTask> {
         let queues = &self.queues;
         loop {
@@ -423,7 +427,7 @@ impl LocksState {
                     return Some(ReleaseTask::release(self, grant, LeaderPermit::new(self, *grant.lock()), now));
                 }
                 ReleaseTarget::Unknown => {
-                    // Register the release first, so that a shutdown sees either the queue or the release.
+                    // Register the release before the lease leaves the renewals, so that a shutdown always counts one of them.
                     let task = ReleaseTask::release_unqueued(self, grant, now);
                     self.renewals.remove(grant);
                     return Some(task);
@@ -456,8 +460,8 @@ impl LeaderPermit {
             shared: Arc::clone(shared),
             lock,
             notifications: None,
-            is_shared: false,
-            is_last: false,
+            others_were_notified: false,
+            ends_on_drop: false,
             is_fair: false,
             is_unqueued: false,
         }
@@ -466,10 +470,10 @@ impl LeaderPermit {
     /// Records the lease, which stays in the queue until its release. Drop the permit once the lease is being renewed.
     pub(super) fn granted(&mut self, grant: &Arc<Grant>) {
         if self.shared.is_semaphore || self.is_fair {
-            // The next caller may get another permit of the semaphore, or calls the store already.
+            // A semaphore may have another permit for the next caller. Callers of a fair lock call the store themselves.
             return;
         }
-        self.is_last = true;
+        self.ends_on_drop = true;
         if let Some(entry) = self.shared.queues.shard(&self.lock).queues.get_mut(&self.lock) {
             entry.queue.granted(Arc::clone(grant));
             entry.last_failure = None;
@@ -483,7 +487,7 @@ impl LeaderPermit {
     /// Reports to the other callers why the store has not granted the lease; `None` before a call.
     pub(super) fn publish(&self, failure: Option<Failure>) {
         // Callers beside the queue call for themselves only.
-        if self.is_last {
+        if self.ends_on_drop {
             return;
         }
         if let Some(entry) = self.shared.queues.shard(&self.lock).queues.get_mut(&self.lock) {
@@ -497,19 +501,19 @@ impl LeaderPermit {
 
 impl Drop for LeaderPermit {
     fn drop(&mut self) {
-        if !self.is_last
-            && let Some(waiter) = self.shared.next_leader(&self.lock)
+        if !self.ends_on_drop
+            && let Some(waiter) = self.shared.advance_leader(&self.lock)
         {
-            let next_leader = Self {
+            let advance_leader = Self {
                 shared: Arc::clone(&self.shared),
                 lock: self.lock,
                 notifications: self.notifications.take(),
-                is_shared: self.is_shared,
-                is_last: false,
+                others_were_notified: self.others_were_notified,
+                ends_on_drop: false,
                 is_fair: false,
                 is_unqueued: false,
             };
-            self.shared.appoint(next_leader, waiter);
+            self.shared.appoint(advance_leader, waiter);
         }
         if self.is_fair {
             self.shared.leave_fair_queue(&self.lock);
@@ -535,7 +539,7 @@ impl Drop for QueuedWaiter {
         if entry.queue.leave(self.position) {
             entry.request_release();
         }
-        // A handoff that just arrived is dropped with the channel, and reaches the next waiter.
+        // Dropping the channel drops a handoff that just arrived. The dropped lease or permit then goes to the next waiter.
     }
 }
 

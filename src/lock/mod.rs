@@ -305,11 +305,11 @@ mod local_queues;
 mod locks_state;
 mod metrics;
 mod passage;
-mod pickup;
 mod release_task;
 mod renewal;
 mod renewal_schedule;
 mod running;
+mod shared_call;
 
 pub use self::admin::LockAdmin;
 #[cfg(feature = "http")]

@@ -13,15 +13,15 @@ use super::erased::Call;
 use super::error::{Busy, Closed, LockError, Lost};
 use super::grant::after;
 use super::lease::Lease;
-use super::local_queues::QueuePosition;
+use super::local_queues::QueueTicket;
 use super::lock_key::LockKey;
 use super::locks::{Locks, unless_lost};
 use super::locks_state::LocksState;
 use super::metrics::Outcome;
 use super::options::AcquireOptions;
-use super::pickup::{Acquire, Request};
 use super::release_outcome::ReleaseOutcome;
 use super::run_error::{RunError, run_result};
+use super::shared_call::{Acquire, RepeatableAcquisition};
 use super::store::Claim;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -136,7 +136,7 @@ struct AllLocks {
     locks: Vec<LockKey>,
     options: AcquireOptions,
     wait: Duration,
-    position: QueuePosition,
+    position: QueueTicket,
 }
 
 impl AllLocks {
@@ -148,26 +148,26 @@ impl AllLocks {
     }
 }
 
-impl Request for AllLocks {
+impl RepeatableAcquisition for AllLocks {
     type Grant = MultiLease;
 
     fn shared(&self) -> &Arc<LocksState> {
         &self.shared
     }
 
-    fn times(&self) -> (Duration, Duration) {
+    fn wait_and_ttl(&self) -> (Duration, Duration) {
         (self.wait, self.options.ttl)
     }
 
     fn begin(&mut self, start: Instant, is_requeued: bool) -> Call<Result<MultiLease, LockError>> {
         let (shared, locks, options) = (Arc::clone(&self.shared), self.locks.clone(), self.options);
-        let (wait_end, position) = (after(start, self.wait), QueuePosition { is_requeued, ..self.position });
+        let (wait_end, position) = (after(start, self.wait), QueueTicket { is_requeued, ..self.position });
         // Create the metrics before anything can fail that they count.
         shared.meters();
         Box::pin(async move { MultiLease::take(&shared, &locks, options, wait_end, position).await })
     }
 
-    fn since(leases: &MultiLease) -> Instant {
+    fn granted_at(leases: &MultiLease) -> Instant {
         leases.leases.iter().map(Lease::since).max().unwrap_or_else(Instant::now)
     }
 
@@ -191,7 +191,7 @@ impl MultiLease {
         locks: &[LockKey],
         mut options: AcquireOptions,
         wait_end: Instant,
-        position: QueuePosition,
+        position: QueueTicket,
     ) -> Result<Self, LockError> {
         let mut leases = Self { leases: Vec::with_capacity(locks.len()) };
         // With a queue in the store, wait for each lock by itself.

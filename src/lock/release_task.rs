@@ -212,7 +212,7 @@ impl ReleaseTask {
         let call = Arc::clone(&self.running.shared().store).release(self.lock, self.token);
         let answer = Deadline::new(call, self.call_timeout).await;
         if let Some(mut permit) = self.permit.take() {
-            permit.is_shared = answer.as_ref().is_ok_and(|released| released.is_wanted);
+            permit.others_were_notified = answer.as_ref().is_ok_and(|released| released.is_wanted);
         }
         if is_first && answer.as_ref().is_err_and(StoreError::is_refusal) {
             // A refused call released nothing, so the next call counts as the first.

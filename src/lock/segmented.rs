@@ -18,9 +18,9 @@ use super::locks::{LockRequest, Locks, unless_lost};
 use super::locks_state::LocksState;
 use super::metrics::{Meters, Outcome};
 use super::options::AcquireOptions;
-use super::pickup::{Acquire, Request};
 use super::release_outcome::ReleaseOutcome;
 use super::run_error::{RunError, run_result};
+use super::shared_call::{Acquire, RepeatableAcquisition};
 use crate::error::StoreError;
 use crate::key::Key;
 
@@ -184,14 +184,14 @@ impl AnySegment {
     }
 }
 
-impl Request for AnySegment {
+impl RepeatableAcquisition for AnySegment {
     type Grant = Segment;
 
     fn shared(&self) -> &Arc<LocksState> {
         self.segmented.locks.shared()
     }
 
-    fn times(&self) -> (Duration, Duration) {
+    fn wait_and_ttl(&self) -> (Duration, Duration) {
         let (_, options) = self.segmented.locks.parts();
         (self.wait, options.ttl)
     }
@@ -203,7 +203,7 @@ impl Request for AnySegment {
         Box::pin(async move { take_any(&segmented, start, wait, candidates).await })
     }
 
-    fn since(segment: &Segment) -> Instant {
+    fn granted_at(segment: &Segment) -> Instant {
         segment.lease.since()
     }
 

@@ -17,7 +17,7 @@ pub struct LockStatus {
     /// The kind of the lock. `None` if it is free.
     pub kind: Option<LockKind>,
     /// Number of holders: one, except for semaphores and readers.
-    pub held_by: usize,
+    pub holder_count: usize,
     /// The first [`MAX_HOLDERS`](Self::MAX_HOLDERS) holders.
     pub holders: Vec<LockHolder>,
 }
@@ -29,13 +29,13 @@ impl LockStatus {
     /// For stores: a free lock without a remembered fence.
     #[must_use]
     pub const fn new(lock: LockKey) -> Self {
-        Self { lock, last_fence: 0, kind: None, held_by: 0, holders: Vec::new() }
+        Self { lock, last_fence: 0, kind: None, holder_count: 0, holders: Vec::new() }
     }
 
     /// Whether the lock is held.
     #[must_use]
     pub const fn is_held(&self) -> bool {
-        self.held_by > 0
+        self.holder_count > 0
     }
 }
 

@@ -17,7 +17,7 @@ use crate::reach::Reach;
 use crate::store::circuit::{Circuit, CircuitBreaker};
 use crate::store::deadline::{DEFAULT_DEADLINE, Deadline, require_nonzero_deadline};
 
-/// Checks, waits or inspects without a tower service: for jobs, sockets and everything else that is not a request.
+/// Enforces a rate limit without a tower service: for jobs, sockets and everything else that is not an HTTP request.
 ///
 /// ```
 /// use tollgate::{Limiter, MemoryBackend, Policy, Quota};
@@ -42,7 +42,7 @@ use crate::store::deadline::{DEFAULT_DEADLINE, Deadline, require_nonzero_deadlin
 ///
 /// If the policy is not [enforced](super::Mode) for a key, every call that charges it returns an allowed decision, also over the limit, and
 /// [`acquire`](Limiter::acquire) does not wait. The decision still shows the result of the store. Over a limit it has no
-/// [receipt](Decision::receipt), since nothing was charged, and a limit that [is violated](super::LimitStatus::is_violated).
+/// [receipt](Decision::receipt), since nothing was charged. One of its limits [is violated](super::LimitStatus::is_violated).
 /// [`peek`](Limiter::peek) returns the decision of the store. The [metrics](super#metrics) and the log show the result as they do for a
 /// layer.
 ///
@@ -84,7 +84,8 @@ impl<B> Limiter<B> {
 
     /// Sets how long a call may take in total, including the wait for a connection. Defaults to 100 ms.
     ///
-    /// With zero, only a store that replies at once, such as the memory backend, can charge a key. All other calls fail without a store call, whatever the store is. The source of the [`StoreError`] is a
+    /// With zero, `check`, `try_acquire` and `acquire` need a store that replies at once, such as the memory backend. All other methods
+    /// fail without a store call. The source of the [`StoreError`] is a
     /// [`ConfigError::ZeroTimeout`].
     ///
     /// ```
@@ -105,8 +106,8 @@ impl<B> Limiter<B> {
     }
 
     /// Sets when the limiter and its clones stop calling a store that fails, and how soon they try again. Defaults to
-    /// [`CircuitBreaker::off`]: a limiter has no fallback for the store, so if a connection breaks with many calls on it, later calls
-    /// should not fail as well.
+    /// [`CircuitBreaker::off`]: a limiter has no fallback. With a breaker, one broken connection with many calls on it would make
+    /// later calls fail, too.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -157,37 +158,37 @@ impl<B: RateLimitStore> Limiter<B> {
     /// quota can never be allowed and returns [`Outcome::Never`](super::Outcome::Never).
     pub async fn check_cost(&self, key: impl Into<Key>, cost: u64) -> Result<Decision, StoreError> {
         let key = key.into();
-        let decision = if self.policy.rules_out(cost) {
-            self.policy.rule_out(cost)
+        let decision = if self.policy.can_never_allow(cost) {
+            self.policy.never_decision(cost)
         } else {
             self.store.check_now(&self.policy, &key, cost)
         };
         let decision = match decision {
             Some(decision) => decision,
-            // Boxed to keep the future of a check that returns at once small.
+            // Boxed, so that the future of a check stays small. Most checks return at once.
             None => {
                 let result = Box::pin(self.call_store(Box::pin(self.store.check(&self.policy, &key, cost)))).await;
                 result.inspect_err(|_| self.policy.meters().decided(Verdict::FailedClosed))?
             }
         };
         if !decision.is_allowed() {
-            return Ok(self.denied(&key, cost, decision));
+            return Ok(self.record_denial(&key, cost, decision));
         }
         record(&self.policy, &decision, true, false, cost);
         Ok(decision)
     }
 
-    /// Not inlined, so that the future of a check has no room for it.
+    /// Not inlined, so that its variables do not enlarge the future of a check.
     #[cold]
-    fn denied(&self, key: &Key, cost: u64, decision: Decision) -> Decision {
+    fn record_denial(&self, key: &Key, cost: u64, decision: Decision) -> Decision {
         let enforced = self.policy.is_enforced_for(key);
         record(&self.policy, &decision, enforced, false, cost);
         if enforced { decision } else { decision.into_allowed() }
     }
 
-    /// Charges one unit to `key` if there is room, and returns whether it did. Use it instead of [`check`](Self::check) if you do not need
-    /// the details of the decision. In the memory backend it is faster than `check` when it allows, and slower when it denies. With Redis both
-    /// cost the same.
+    /// Charges one unit to `key` if there is room, and returns whether the call is allowed. Use it instead of [`check`](Self::check) if you
+    /// do not need the details of the decision. In the memory backend it is faster than `check` when it allows, and slower when it denies.
+    /// With Redis both cost the same.
     ///
     /// ```
     /// # use tollgate::{Limiter, MemoryBackend, Policy, Quota};
@@ -200,7 +201,7 @@ impl<B: RateLimitStore> Limiter<B> {
     /// ```
     pub async fn try_acquire(&self, key: impl Into<Key>) -> Result<bool, StoreError> {
         let key = key.into();
-        if !self.policy.rules_out(1)
+        if !self.policy.can_never_allow(1)
             && let Some(Charged { is_near_limit }) = self.store.charge_now(&self.policy, &key, 1)
         {
             count_allowed(&self.policy, Verdict::Allowed, is_near_limit);
@@ -236,7 +237,8 @@ impl<B: RateLimitStore> Limiter<B> {
     ///
     /// # Cancellation
     ///
-    /// While the call waits, nothing is charged. If you drop its future, nothing is left behind.
+    /// While the call waits, nothing is charged. If you drop its future during the pause, nothing is left behind. During a store call, the
+    /// key may be charged.
     pub async fn acquire(&self, key: impl Into<Key>, wait: Duration) -> Result<Decision, StoreError> {
         self.acquire_cost(key, 1, wait).await
     }
@@ -255,7 +257,7 @@ impl<B: RateLimitStore> Limiter<B> {
 
     /// Returns the state of `key` and whether one unit would fit, without charging.
     pub async fn peek(&self, key: impl Into<Key>) -> Result<Decision, StoreError> {
-        if let Some(decision) = self.policy.rule_out(1) {
+        if let Some(decision) = self.policy.never_decision(1) {
             return Ok(decision);
         }
         let key = key.into();
@@ -337,7 +339,7 @@ impl<B: RateLimitStore> Limiter<B> {
         })
         .await;
         if let Some(start) = start {
-            self.policy.meters().store_answered(start.elapsed());
+            self.policy.meters().record_call_time(start.elapsed());
         }
         self.circuit.record(&self.policy, &result);
         result

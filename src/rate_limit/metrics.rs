@@ -127,7 +127,7 @@ mod imp {
             self.near_limit.increment(1);
         }
 
-        pub(crate) fn store_answered(&self, time: Duration) {
+        pub(crate) fn record_call_time(&self, time: Duration) {
             self.store_seconds.record(time.as_secs_f64());
         }
 
@@ -191,7 +191,7 @@ mod imp {
 
         pub(crate) fn near_limit(&self) {}
 
-        pub(crate) fn store_answered(&self, _: Duration) {}
+        pub(crate) fn record_call_time(&self, _: Duration) {}
 
         pub(crate) fn waited(&self, _: Duration) {}
 

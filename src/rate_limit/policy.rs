@@ -234,13 +234,13 @@ impl Policy {
 
     /// Returns the decision about a cost that can never be allowed. It needs no store.
     #[inline]
-    pub(crate) fn rule_out(&self, cost: u64) -> Option<Decision> {
-        self.rules_out(cost).then(|| Decision::never(self.inner.params.iter().map(|params| params.capacity)))
+    pub(crate) fn never_decision(&self, cost: u64) -> Option<Decision> {
+        self.can_never_allow(cost).then(|| Decision::never(self.inner.params.iter().map(|params| params.capacity)))
     }
 
     /// Whether the cost can never be allowed.
     #[inline]
-    pub(crate) fn rules_out(&self, cost: u64) -> bool {
+    pub(crate) fn can_never_allow(&self, cost: u64) -> bool {
         let least = self.inner.least_capacity;
         least == 0 || cost > least
     }

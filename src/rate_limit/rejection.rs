@@ -5,7 +5,7 @@ use std::fmt;
 
 use super::rate_limited::RateLimited;
 use crate::error::{BoxError, StoreError};
-use crate::key::lack;
+use crate::key::missing_key;
 
 /// Why a request was rejected. Each case has its own type, so "over the limit" and "the store is down" cannot be confused.
 #[derive(Debug)]
@@ -56,7 +56,7 @@ pub struct MissingKey {
 impl MissingKey {
     /// For the request that this thread handles at the moment.
     pub(super) fn new() -> Self {
-        Self { hint: lack::noted() }
+        Self { hint: missing_key::recorded() }
     }
 }
 

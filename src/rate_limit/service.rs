@@ -19,7 +19,7 @@ use super::record::record;
 use super::rejection::{Denied, MissingKey, Rejection};
 use super::settings::Settings;
 use super::store::RateLimitStore;
-use crate::key::{ExtractKey, GlobalKey, Key, lack};
+use crate::key::{ExtractKey, GlobalKey, Key, missing_key};
 use crate::on_failure::OnMissingKey;
 use crate::responder::Responder;
 
@@ -88,7 +88,7 @@ where
     fn call(&mut self, mut request: Req) -> Self::Future {
         let settings = &*self.settings;
         let mut added = Descriptors::default();
-        lack::forget();
+        missing_key::forget();
         match settings.options.filter.filter(&request, &mut added) {
             FilterAction::Limit => {}
             FilterAction::Bypass => return self.pass(request),
@@ -123,7 +123,7 @@ where
             let responder = A::clone(&settings.options.responder);
             return ResponseFuture::plain(self.inner.call(request), responder);
         }
-        let mut decision = if is_known { core.try_decide_locally(policy, &key, cost) } else { None };
+        let mut decision = if is_known { core.decide_now(policy, &key, cost) } else { None };
         // A denied request may wait in a queue instead of being rejected here.
         let waits = enforced && decision.as_ref().is_some_and(|decision| core.can_wait(decision, cost));
         let final_decision = decision.as_ref().filter(|_| !waits);

@@ -55,7 +55,7 @@ pub async fn holder_can_be_inspected<S: LockRegistry + Clone + Send + Sync + 'st
         })
         .await;
         let status = admin.inspect("a").await.unwrap();
-        assert_eq!((status.held_by, status.holders.len()), (1, 1));
+        assert_eq!((status.holder_count, status.holders.len()), (1, 1));
         let holder = &status.holders[0];
         assert_eq!(holder.fence, lease.fence());
         assert!(holder.fence > last && status.last_fence >= holder.fence, "{status:?}");
@@ -90,7 +90,7 @@ pub async fn permit_holders_are_listed_separately<S: LockRegistry + Clone + Send
     until("named", || async { admin.inspect("a").await.unwrap().holders.iter().all(|holder| holder.name.is_some()) })
         .await;
     let status = admin.inspect("a").await.unwrap();
-    assert_eq!((status.held_by, status.holders.len()), (150, LockStatus::MAX_HOLDERS));
+    assert_eq!((status.holder_count, status.holders.len()), (150, LockStatus::MAX_HOLDERS));
     let mut fences: Vec<u64> = status.holders.iter().map(|holder| holder.fence).collect();
     fences.sort_unstable();
     fences.dedup();

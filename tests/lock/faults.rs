@@ -1415,8 +1415,8 @@ async fn caller_that_gave_up_before_a_connection_gets_no_lock() {
     let (_, waited) = tokio::join!(join_all((0..16).map(give_up)), join_all((0..16).map(wait)));
     assert!(waited.iter().all(|answer| matches!(answer, Acquired::Granted { .. })), "{waited:?}");
     for i in 0..16_u32 {
-        let held_by = async |key| backend.inspect(&LockKey::new(key, i)).await.unwrap().held_by;
-        assert_eq!([held_by("hurried").await, held_by("patient").await], [0, 1]);
+        let holder_count = async |key| backend.inspect(&LockKey::new(key, i)).await.unwrap().holder_count;
+        assert_eq!([holder_count("hurried").await, holder_count("patient").await], [0, 1]);
     }
 }
 

@@ -374,9 +374,9 @@ impl Shard {
             name: holder.name.as_deref().map(str::to_owned),
         });
         // The last fence of the whole shard.
-        let held_by = held().count();
-        let kind = (held_by > 0).then(|| record.held_as.kind());
-        LockStatus { lock: *lock, last_fence: self.fence, kind, held_by, holders: holders.collect() }
+        let holder_count = held().count();
+        let kind = (holder_count > 0).then(|| record.held_as.kind());
+        LockStatus { lock: *lock, last_fence: self.fence, kind, holder_count, holders: holders.collect() }
     }
 }
 

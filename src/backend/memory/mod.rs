@@ -234,13 +234,13 @@ impl MemoryBackend {
     }
 
     /// Adds to the total weight after a count grew by `added`. If the backend is full, evicts a few other counts of the shard.
-    fn grew(&self, shard: &mut Shard, place: usize, added: usize, now_us: u64) {
+    fn grew(&self, shard: &mut Shard, bucket: usize, added: usize, now_us: u64) {
         self.inner.weight.fetch_add(added, Ordering::Relaxed);
         for _ in 0..OWN_SHARE {
             if self.overweight() == 0 || shard.len() < 2 {
                 return;
             }
-            self.record_removed(shard.forget_one(Some(place), now_us));
+            self.record_removed(shard.evict_one(Some(bucket), now_us));
         }
     }
 
@@ -268,7 +268,7 @@ impl MemoryBackend {
                     if self.overweight() == 0 || shard.len() <= usize::from(at == shard_index) {
                         break;
                     }
-                    self.record_removed(shard.forget_one(None, now_us));
+                    self.record_removed(shard.evict_one(None, now_us));
                     forgotten += 1;
                 }
             }

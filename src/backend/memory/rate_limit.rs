@@ -114,8 +114,8 @@ impl MemoryBackend {
         verb: Verb,
         now: u64,
     ) -> Decision {
-        if let Some(place) = shard.place(hash, policy, key)
-            && let Some(slot) = shard.at(place).filter(|slot| slot.expires_us() > now)
+        if let Some(bucket) = shard.bucket(hash, policy, key)
+            && let Some(slot) = shard.at(bucket).filter(|slot| slot.expires_us() > now)
         {
             let before = slot.weight();
             let decision = slot.change(now, |counts| {
@@ -137,7 +137,7 @@ impl MemoryBackend {
             match after.cmp(&before) {
                 Ordering::Equal => {}
                 Ordering::Less => self.record_removed(before - after),
-                Ordering::Greater => self.grew(shard, place, after - before, now),
+                Ordering::Greater => self.grew(shard, bucket, after - before, now),
             }
             decision
         } else {
@@ -151,9 +151,9 @@ impl MemoryBackend {
             };
             if changed && !takes_away && counts.expires_us() > now {
                 let added = counts.weight();
-                let (place, removed) = shard.put(hash, policy, key, counts, |policy, key| self.hash(policy, key), now);
+                let (bucket, removed) = shard.put(hash, policy, key, counts, |policy, key| self.hash(policy, key), now);
                 self.record_removed(removed);
-                self.grew(shard, place, added, now);
+                self.grew(shard, bucket, added, now);
             }
             decision
         }

@@ -8,25 +8,25 @@ use crate::key::Key;
 use crate::rate_limit::Policy;
 
 /// How many keys are sampled to find one to evict. The least valuable of eight is nearly always among the lowest third, which is good
-/// enough. The time does not depend on the number of keys.
+/// enough. So the time of an eviction does not depend on the number of keys.
 const SAMPLE: usize = 8;
 /// How many buckets are visited to find the sample. At least an eighth of all buckets are taken; otherwise the table
 /// [shrinks](Shard::shrink). A table with at most this many buckets does not shrink.
-const PLACES: usize = 64;
-/// How many existing keys each new key visits, in at most [`SWEPT_PLACES`] buckets, to remove keys that expired a while ago. Two, so that
+const SAMPLED_BUCKETS: usize = 64;
+/// How many other keys an insertion examines, in at most [`SWEPT_BUCKETS`] buckets, to remove those that expired a while ago. Two, so that
 /// the expired keys never far outnumber the others.
 const SWEPT: usize = 2;
-const SWEPT_PLACES: usize = 16;
-/// How long an expired count is kept while there is space. With a large quota, a count often expires before the next request of its key. To
-/// remove and insert it for each request would take several times as long as to find it.
+const SWEPT_BUCKETS: usize = 16;
+/// How long an expired count is kept while there is space. A token bucket with a large quota is often full again, which expires its count,
+/// before the next request of its key. To remove and insert it for each request would take several times as long as to find it.
 const GRACE_US: u64 = 1_000_000;
 
 /// A part of the keys, under one lock.
 ///
-/// Keys are in the order of their hashes, so a few adjacent keys are as good as a random sample. A full backend can therefore find a key to
-/// evict, and any shard can remove expired keys, without a list of ages or a background task.
+/// The hash of a key decides its bucket, so a few adjacent buckets are as good as a random sample. A full backend can therefore find a key
+/// to evict, and any shard can remove expired keys, without a list of ages or a background task.
 ///
-/// The owner of the shard adds up the weights of the counts.
+/// A shard does not know its total weight: `MemoryBackend` adds up the weights that its methods return.
 #[derive(Default)]
 pub(super) struct Shard {
     slots: HashTable<Slot>,
@@ -45,19 +45,19 @@ impl Shard {
     }
 
     /// Finds the entry for which `is` returns true. Its count may have expired.
-    // The caller passes the closure, so that the search is compiled into each of its few callers.
+    // Takes a closure, so that the compiler inlines the search and the comparison at each of the few call sites.
     #[inline]
     pub(super) fn find(&mut self, hash: u64, is: impl FnMut(&Slot) -> bool) -> Option<&mut Slot> {
         self.slots.find_mut(hash, is)
     }
 
-    /// The bucket of a key. It stays valid until another key is [inserted](Self::put).
-    pub(super) fn place(&self, hash: u64, policy: &Policy, key: &Key) -> Option<usize> {
+    /// The bucket of a key. The index stays valid until the next [`put`](Self::put) or [`shrink`](Self::shrink).
+    pub(super) fn bucket(&self, hash: u64, policy: &Policy, key: &Key) -> Option<usize> {
         self.slots.find_bucket_index(hash, |slot| slot.is(policy, key))
     }
 
-    pub(super) fn at(&mut self, place: usize) -> Option<&mut Slot> {
-        self.slots.get_bucket_mut(place)
+    pub(super) fn at(&mut self, bucket: usize) -> Option<&mut Slot> {
+        self.slots.get_bucket_mut(bucket)
     }
 
     /// Inserts the counts of a key, and removes up to [`SWEPT`] keys that expired a while ago. Returns the bucket, and the weight of the
@@ -74,7 +74,7 @@ impl Shard {
         let mut removed = 0;
         let slot = Slot::new(policy, key, counts, now_us);
         self.shrink(&rehash);
-        let place = match self.slots.entry(hash, |slot| slot.is(policy, key), |slot| slot.hash(&rehash)) {
+        let bucket = match self.slots.entry(hash, |slot| slot.is(policy, key), |slot| slot.hash(&rehash)) {
             Entry::Occupied(mut stale) => {
                 removed += stale.get().weight();
                 *stale.get_mut() = slot;
@@ -82,64 +82,64 @@ impl Shard {
             }
             Entry::Vacant(free) => free.insert(slot).bucket_index(),
         };
-        for swept in self.some::<SWEPT>(SWEPT_PLACES, Some(place)) {
+        for swept in self.next_taken::<SWEPT>(SWEPT_BUCKETS, Some(bucket)) {
             let is_stale = |slot: &Slot| slot.expires_us() + GRACE_US <= now_us;
             if self.slots.get_bucket(swept).is_some_and(is_stale) {
-                removed += self.evict(swept);
+                removed += self.remove_at(swept);
             }
         }
-        (place, removed)
+        (bucket, removed)
     }
 
     /// Shrinks a table if less than an eighth of it is taken. This moves every entry to another bucket.
     pub(super) fn shrink(&mut self, rehash: impl Fn(&Policy, &Key) -> u64) {
         let (len, buckets) = (self.slots.len(), self.slots.num_buckets());
-        if buckets > PLACES && len < buckets / 8 {
+        if buckets > SAMPLED_BUCKETS && len < buckets / 8 {
             self.slots.shrink_to(2 * len, |slot| slot.hash(&rehash));
         }
     }
 
     /// Removes a key, and returns the weight of its count.
     pub(super) fn remove(&mut self, hash: u64, policy: &Policy, key: &Key) -> usize {
-        self.place(hash, policy, key).map_or(0, |place| self.evict(place))
+        self.bucket(hash, policy, key).map_or(0, |bucket| self.remove_at(bucket))
     }
 
     /// Evicts one of a few sampled counts, except the one at `keep`. Prefers an expired count, then the smallest used share of a quota,
     /// then the earliest expiry. Returns the weight of the evicted count, or 0 if there is no other count.
-    pub(super) fn forget_one(&mut self, keep: Option<usize>, now_us: u64) -> usize {
-        let mut sample = self.some::<SAMPLE>(PLACES, keep);
+    pub(super) fn evict_one(&mut self, keep: Option<usize>, now_us: u64) -> usize {
+        let mut sample = self.next_taken::<SAMPLE>(SAMPLED_BUCKETS, keep);
         if sample.len() < SAMPLE {
             // The table is small or was fuller before, or the visited buckets were empty by chance.
-            let others = self.slots.iter_buckets().filter(|place| Some(*place) != keep);
+            let others = self.slots.iter_buckets().filter(|bucket| Some(*bucket) != keep);
             sample.extend(others.take(SAMPLE - sample.len()));
         }
-        let rank = |place: &usize| {
-            let slot = self.slots.get_bucket(*place)?;
+        let rank = |bucket: &usize| {
+            let slot = self.slots.get_bucket(*bucket)?;
             Some(slot.expires_us()).filter(|ends| *ends > now_us).map(|ends| (slot.value(now_us), ends))
         };
         let victim = sample.into_iter().min_by_key(rank);
-        victim.map_or(0, |place| self.evict(place))
+        victim.map_or(0, |bucket| self.remove_at(bucket))
     }
 
     /// The next taken buckets except `keep`: up to `COUNT` of them, within the next `buckets` buckets.
-    fn some<const COUNT: usize>(&mut self, buckets: usize, keep: Option<usize>) -> SmallVec<[usize; COUNT]> {
+    fn next_taken<const COUNT: usize>(&mut self, buckets: usize, keep: Option<usize>) -> SmallVec<[usize; COUNT]> {
         let all = self.slots.num_buckets();
-        let mut some = SmallVec::new();
+        let mut taken = SmallVec::new();
         for _ in 0..buckets.min(all) {
             self.hand = (self.hand + 1) & (all - 1);
             if Some(self.hand) != keep && self.slots.get_bucket(self.hand).is_some() {
-                some.push(self.hand);
-                if some.len() == COUNT {
+                taken.push(self.hand);
+                if taken.len() == COUNT {
                     break;
                 }
             }
         }
-        some
+        taken
     }
 
     /// Empties a bucket, and returns the weight of its count.
-    fn evict(&mut self, place: usize) -> usize {
-        self.slots.get_bucket_entry(place).map_or(0, |entry| entry.remove().0.weight())
+    fn remove_at(&mut self, bucket: usize) -> usize {
+        self.slots.get_bucket_entry(bucket).map_or(0, |entry| entry.remove().0.weight())
     }
 }
 
@@ -183,24 +183,24 @@ mod tests {
         };
         // The chance that all eight keys of a sample are among the forty is one in a thousand million.
         for _ in 0..3_000 {
-            assert_eq!(shard.forget_one(None, 2), 1);
+            assert_eq!(shard.evict_one(None, 2), 1);
         }
         assert_eq!((0..40).filter(|key| is_limited(&mut shard, *key)).count(), 40);
         while shard.len() > 42 {
             shard.shrink(&hash);
-            shard.forget_one(None, 2);
+            shard.evict_one(None, 2);
         }
         assert!(shard.slots.num_buckets() < buckets / 16);
         let left = (0..40).filter(|key| is_limited(&mut shard, *key)).count();
         assert!(left > 30, "{left} of 40");
 
         let new = Key::from("new");
-        let (place, _) = shard.put(hash(&policy, &new), &policy, &new, Counts::new(&policy, 2), &hash, 2);
+        let (bucket, _) = shard.put(hash(&policy, &new), &policy, &new, Counts::new(&policy, 2), &hash, 2);
         while shard.len() > 1 {
-            assert_eq!(shard.forget_one(Some(place), 2), 1);
+            assert_eq!(shard.evict_one(Some(bucket), 2), 1);
         }
-        assert!(shard.at(place).is_some());
-        assert_eq!(shard.forget_one(Some(place), 2), 0);
+        assert!(shard.at(bucket).is_some());
+        assert_eq!(shard.evict_one(Some(bucket), 2), 0);
     }
 
     #[test]

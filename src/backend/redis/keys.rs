@@ -177,7 +177,7 @@ impl Keys {
     }
 
     /// The channel `<prefix>:2:{lock:<name>:<key>}:free`.
-    pub(crate) fn free(&self, lock: &LockKey) -> String {
+    pub(crate) fn free_channel(&self, lock: &LockKey) -> String {
         self.lock(lock, "free")
     }
 
@@ -394,7 +394,7 @@ mod tests {
     fn lock_with_any_name_has_one_slot() {
         let lease = |name: &str, key: &str| Keys::new("t").lease(&LockKey::new(name, key));
         assert_eq!(lease("orders", "order:42"), "t:2:{lock:orders:order:42}:lease");
-        assert_eq!(Keys::new("t").free(&LockKey::new("orders", "order:42")), "t:2:{lock:orders:order:42}:free");
+        assert_eq!(Keys::new("t").free_channel(&LockKey::new("orders", "order:42")), "t:2:{lock:orders:order:42}:free");
         let long = "}{".repeat(10_000);
         for key in [lease("{a}", "b"), lease("a", "}{b}"), lease(&long, &long), lease("", "")] {
             assert_eq!((key.matches('{').count(), key.matches('}').count()), (1, 1), "{key}");

@@ -26,13 +26,13 @@ pub(crate) enum Target {
 }
 
 impl Target {
-    /// Parses a URL into its servers and its parameters, which are the same for every scheme.
+    /// Parses a URL into its servers and its parameters. Every scheme accepts the same parameters.
     pub(crate) fn parse(url: &str) -> Result<(Self, Parameters), ConfigError> {
         let (scheme, rest) =
             url.split_once(':').ok_or_else(|| ConfigError::invalid_url("it has no scheme such as `redis:`"))?;
         if rest.ends_with("#insecure") {
             return Err(ConfigError::invalid_url(
-                "`#insecure` would trust any server; trust the server's own authority with `ca_certificate`",
+                "`#insecure` would accept any certificate; give the authority of your server to `RedisOptions::ca_certificate` instead",
             ));
         }
         let kind = scheme.split_once('+').map(|(_, kind)| kind);
@@ -52,7 +52,7 @@ impl Target {
         }
         let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
         if query.contains('@') && !rest.contains('@') {
-            // The error must not even contain the name of a parameter, which may be the second half of a password.
+            // After an unescaped `?` in a password, its rest looks like a parameter. So the error must not quote even parameter names.
             return Err(ConfigError::invalid_url(
                 "it has a `?` before an `@`: write `?` in a password as `%3F`, `@` in a parameter as `%40`",
             ));
@@ -116,7 +116,7 @@ impl<'a> Parts<'a> {
         Ok(Self { userinfo, hosts: hosts.split(',').collect(), path })
     }
 
-    /// Parses each host as the client library parses a URL with this host alone.
+    /// For each host, builds a URL with the same login and database, and lets the client library parse it.
     fn each(&self, base: &str, default_port: Option<u16>, database: &str) -> Result<Vec<ConnectionInfo>, ConfigError> {
         let each = self.hosts.iter().map(|host| {
             if host.is_empty() {
@@ -161,7 +161,7 @@ fn sentinel(base: &str, parts: &Parts<'_>) -> Result<Target, ConfigError> {
     let infos = parts.each(base, Some(SENTINEL_PORT), database)?;
     let redis = log_in_of(&infos);
     let sentinels = infos.into_iter().map(|info| info.addr().clone()).collect();
-    // Sentinels have their own users, and most Sentinels have none.
+    // The login of the URL is for the data servers. Sentinels have their own users, and most require no login.
     Ok(Target::Sentinel { sentinels, service: service.into_owned(), redis, sentinel: RedisConnectionInfo::default() })
 }
 

@@ -9,7 +9,7 @@ use crate::key::Key;
 /// One block of a filter.
 pub type Block = [u8; Layout::BLOCK_LEN];
 
-/// The size of a version of a filter, and the seed of its hash.
+/// The size and hash seed of one version of a filter. Each rebuild creates a new version.
 ///
 /// A key has one bit in each of the eight 32-bit words of one block, so one read tests a key. This is a split-block Bloom filter: Putze,
 /// Sanders and Singler, "Cache-, Hash- and Space-Efficient Bloom Filters" (2007), as Apache Impala and Parquet use it.
@@ -18,14 +18,14 @@ pub type Block = [u8; Layout::BLOCK_LEN];
 pub struct Layout {
     /// The number of blocks, from 1 to [`Layout::MAX_BLOCKS`].
     pub blocks: u32,
-    /// The seed of the hash. It is random, so that a client cannot choose keys that the filter mistakes for others.
+    /// The seed of the hash. It is random, so that a client cannot compute keys that are false positives.
     pub seed: [u8; 16],
 }
 
 impl Layout {
     /// The bytes of a block.
     pub const BLOCK_LEN: usize = 32;
-    /// The bytes before the blocks, which describe them.
+    /// The length in bytes of the header, which precedes the blocks and describes them.
     pub const HEADER_LEN: usize = 64;
     /// The largest number of blocks: with the header they have 32 MiB. Redis serves no other command while it allocates or frees a string, and
     /// that takes the longer the larger the string is.
@@ -37,7 +37,7 @@ impl Layout {
         Self { blocks, seed }
     }
 
-    /// The bytes of a version of this size.
+    /// The length in bytes of a version with this layout, header included.
     #[must_use]
     pub const fn bytes(&self) -> u64 {
         Self::HEADER_LEN as u64 + Self::BLOCK_LEN as u64 * self.blocks as u64
@@ -57,14 +57,14 @@ impl Layout {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KeyBits {
-    /// The number of its block.
+    /// The index of its block, from 0.
     pub block: u32,
     /// Its bits in the words of the block: one in each.
     pub words: [u32; 8],
 }
 
 impl KeyBits {
-    /// The bits as a block, with the lowest byte of each word first.
+    /// The bits as a block, with each word in little-endian order.
     #[must_use]
     pub fn to_block(&self) -> Block {
         let mut block = [0; Layout::BLOCK_LEN];

@@ -89,14 +89,14 @@ pub(super) enum Place {
     /// Under the URI.
     Uri(Key),
     /// The fields in `vary` select the response.
-    Variant { uri: Key, slot: Key, vary: Vary, selection: Key },
+    Variant { uri: Key, variant_key: Key, vary: Vary, selection: Key },
 }
 
 impl Place {
     pub(super) const fn key(&self) -> Key {
         match self {
             Self::Uri(uri) => *uri,
-            Self::Variant { slot, .. } => *slot,
+            Self::Variant { variant_key, .. } => *variant_key,
         }
     }
 
@@ -234,21 +234,21 @@ impl Target {
             Place::Uri(_) if vary.is_empty() => Some(Self { selection: Key::EMPTY, new: None }),
             Place::Uri(uri) => {
                 let selection = vary.selection(fields);
-                let varies = Varies { vary: vary.clone(), generation: getrandom::u64().ok()? };
-                let slot = varies.slot(*uri, selection);
-                Some(Self { selection, new: Some((slot, varies)) })
+                let varies = Varies { vary: vary.clone(), nonce: getrandom::u64().ok()? };
+                let variant_key = varies.variant_key(*uri, selection);
+                Some(Self { selection, new: Some((variant_key, varies)) })
             }
         }
     }
 
     /// The value for the place of the load. If fields select the response, it is stored under a key of its own first.
     async fn put(self, loaded: Loaded<Stored>, cache: Weak<Cache<Stored, StoredCodec>>) -> Loaded<Stored> {
-        let Some((slot, varies)) = self.new else { return loaded };
+        let Some((variant_key, varies)) = self.new else { return loaded };
         // No other load has this key, since its generation is new. If the URI is changed meanwhile, `varies` is not stored.
         if let Some(cache) = cache.upgrade()
-            && let Err(error) = cache.set(slot, loaded).await
+            && let Err(error) = cache.set(variant_key, loaded).await
         {
-            tracing::debug!(key = %slot, %error, "response is not cached");
+            tracing::debug!(key = %variant_key, %error, "response is not cached");
         }
         Loaded::value(Stored::Varies(varies)).fresh_for(VARIES_FOR).stale_for(Duration::ZERO)
     }

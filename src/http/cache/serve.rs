@@ -176,8 +176,8 @@ where
     fn variant(&self, place: &Place, varies: &Varies) -> Step<R, S::Error> {
         let Place::Uri(uri) = *place else { return Step::Pass(CacheStatus::Miss) };
         let Some(selection) = self.seat.selection(&varies.vary) else { return Step::Pass(CacheStatus::Miss) };
-        let (slot, vary) = (varies.slot(uri, selection), varies.vary.clone());
-        Step::Variant(Place::Variant { uri, slot, vary, selection })
+        let (variant_key, vary) = (varies.variant_key(uri, selection), varies.vary.clone());
+        Step::Variant(Place::Variant { uri, variant_key, vary, selection })
     }
 
     /// Joins the load of a place, or starts it with this request.

@@ -59,7 +59,7 @@ impl CacheStatus {
 }
 
 /// Makes room for the fields of a hit, which replace these.
-pub(super) fn reserve(headers: &mut HeaderMap) {
+pub(super) fn insert_placeholders(headers: &mut HeaderMap) {
     write_age(Duration::ZERO, headers);
     headers.entry(CACHE_STATUS).or_insert(HeaderValue::from_static(""));
 }

@@ -1,8 +1,8 @@
-//! The values of the cache: responses, and the names of the fields that select a response.
+//! The values of the HTTP cache: responses, and for a URI with `Vary` the names of its request header fields.
 //!
-//! The stored form: one byte version, one byte kind. For a response, four times in milliseconds, the selection with its length, and the
-//! response as [`Recorder`](crate::http::idempotency::recorded_response::Recorder) writes it. For names, the generation, their number, and
-//! each name with its length.
+//! The stored form: one byte version, one byte kind. For a response, four durations as `u64` milliseconds, the length and text of the
+//! selection, then the bytes of a [`Recorder`](crate::http::idempotency::recorded_response::Recorder). `Varies`: the nonce, the number of
+//! names, then each name after its length.
 
 use std::error::Error;
 use std::fmt;
@@ -12,7 +12,7 @@ use ::http::HeaderName;
 use bytes::{Buf, Bytes};
 
 use super::policy::Times;
-use super::status::reserve;
+use super::status::insert_placeholders;
 use super::vary::Vary;
 use crate::codec::Codec;
 use crate::error::BoxError;
@@ -34,34 +34,35 @@ pub(super) enum Stored {
 /// A response that may be served to several clients.
 pub(super) struct StoredResponse {
     pub(super) times: Times,
-    /// The values of the request in the fields that select this response. Empty if no field does.
+    /// A digest of the values that the request has in the `Vary` fields of this response. Empty if no field does.
     pub(super) selection: Key,
     pub(super) recorded: Recorded,
     // The stored form of `recorded`.
-    record: Bytes,
+    encoded: Bytes,
 }
 
 impl StoredResponse {
     /// `None` if `record` is not a recorded response.
-    pub(super) fn new(times: Times, selection: Key, record: Bytes) -> Option<Self> {
-        let mut recorded = Recorded::read(record.clone())?;
-        // The clone of a map has no room for more fields, so those of a hit are in it already.
-        reserve(&mut recorded.headers);
-        Some(Self { times, selection, recorded, record })
+    pub(super) fn new(times: Times, selection: Key, encoded: Bytes) -> Option<Self> {
+        let mut recorded = Recorded::read(encoded.clone())?;
+        // A hit clones this map and replaces `Age` and `Cache-Status`. They are inserted here, so that the clone does not grow.
+        insert_placeholders(&mut recorded.headers);
+        Some(Self { times, selection, recorded, encoded })
     }
 }
 
 /// Which fields select the responses of a URI.
 pub(super) struct Varies {
     pub(super) vary: Vary,
-    /// Random. It is part of the keys of the responses, so that they are gone together with this value.
-    pub(super) generation: u64,
+    /// Random. The keys of the responses contain it, so without this value no request finds these responses any more.
+    pub(super) nonce: u64,
 }
 
 impl Varies {
-    /// The key of the response for a selection. A client can fill the store by inventing values, but no faster than by inventing queries.
-    pub(super) fn slot(&self, uri: Key, selection: Key) -> Key {
-        Key::from((uri, format!("{:x}", self.generation), selection))
+    /// The key of the response for a selection. A client can fill the store with invented header values, but no faster than with invented
+    /// query strings.
+    pub(super) fn variant_key(&self, uri: Key, selection: Key) -> Key {
+        Key::from((uri, format!("{:x}", self.nonce), selection))
     }
 }
 
@@ -73,8 +74,8 @@ impl Codec<Stored> for StoredCodec {
     fn encode(&self, stored: &Stored) -> Result<Vec<u8>, BoxError> {
         let mut out = vec![VERSION];
         match stored {
-            Stored::Response(StoredResponse { times, selection, record, .. }) => {
-                out.reserve(record.len() + 128);
+            Stored::Response(StoredResponse { times, selection, encoded, .. }) => {
+                out.reserve(encoded.len() + 128);
                 out.push(RESPONSE);
                 let Times { initial_age, fresh_for, while_revalidate, if_error } = times;
                 for time in [initial_age, fresh_for, while_revalidate, if_error] {
@@ -82,11 +83,11 @@ impl Codec<Stored> for StoredCodec {
                     out.extend_from_slice(&millis.to_le_bytes());
                 }
                 put(&mut out, selection.as_str())?;
-                out.extend_from_slice(record);
+                out.extend_from_slice(encoded);
             }
-            Stored::Varies(Varies { vary, generation }) => {
+            Stored::Varies(Varies { vary, nonce }) => {
                 out.push(VARIES);
-                out.extend_from_slice(&generation.to_le_bytes());
+                out.extend_from_slice(&nonce.to_le_bytes());
                 out.push(u8::try_from(vary.names().len())?);
                 for name in vary.names() {
                     put(&mut out, name.as_str())?;
@@ -120,11 +121,11 @@ fn read(mut bytes: &[u8]) -> Option<Stored> {
             StoredResponse::new(times, selection, Bytes::copy_from_slice(bytes)).map(Stored::Response)
         }
         VARIES => {
-            let generation = bytes.try_get_u64_le().ok()?;
+            let nonce = bytes.try_get_u64_le().ok()?;
             let count = bytes.try_get_u8().ok()?;
             let names = (0..count).map(|_| HeaderName::from_bytes(text(&mut bytes)?.as_bytes()).ok());
             let vary = Vary::new(names.collect::<Option<_>>()?)?;
-            bytes.is_empty().then_some(Stored::Varies(Varies { vary, generation }))
+            bytes.is_empty().then_some(Stored::Varies(Varies { vary, nonce }))
         }
         _ => None,
     }
@@ -164,8 +165,8 @@ mod tests {
         let body = Bytes::from_static(b"hello");
         let mut recorder = Recorder::new(StatusCode::NOT_FOUND, &headers, false, 1_000);
         recorder.data(&body);
-        let (record, _) = recorder.finish(std::iter::once(&body), true);
-        Stored::Response(StoredResponse::new(times, Key::digest("x"), Bytes::from_owner(record)).unwrap())
+        let (encoded, _) = recorder.finish(std::iter::once(&body), true);
+        Stored::Response(StoredResponse::new(times, Key::digest("x"), Bytes::from_owner(encoded)).unwrap())
     }
 
     #[test]
@@ -180,19 +181,19 @@ mod tests {
     #[test]
     fn names_survive_round_trip() {
         let vary = Vary::new(vec![HeaderName::from_static("accept"), HeaderName::from_static("x-a")]).unwrap();
-        let bytes = StoredCodec.encode(&Stored::Varies(Varies { vary: vary.clone(), generation: 7 })).unwrap();
+        let bytes = StoredCodec.encode(&Stored::Varies(Varies { vary: vary.clone(), nonce: 7 })).unwrap();
         let Ok(Stored::Varies(found)) = StoredCodec.decode(&bytes) else { panic!("no names") };
-        assert_eq!((found.vary, found.generation), (vary, 7));
+        assert_eq!((found.vary, found.nonce), (vary, 7));
     }
 
     #[test]
     fn each_selection_and_generation_has_its_own_slot() {
-        let slot = |generation, selection: u32| {
-            let varies = Varies { vary: Vary::default(), generation };
-            varies.slot(Key::from("/"), Key::digest(selection.to_string())).as_str().to_owned()
+        let variant_key = |nonce, selection: u32| {
+            let varies = Varies { vary: Vary::default(), nonce };
+            varies.variant_key(Key::from("/"), Key::digest(selection.to_string())).as_str().to_owned()
         };
-        let slots = (1..3).flat_map(|generation| (0..200).map(move |selection| slot(generation, selection)));
-        assert_eq!(slots.collect::<std::collections::BTreeSet<_>>().len(), 400);
+        let variant_keys = (1..3).flat_map(|nonce| (0..200).map(move |selection| variant_key(nonce, selection)));
+        assert_eq!(variant_keys.collect::<std::collections::BTreeSet<_>>().len(), 400);
     }
 
     proptest! {

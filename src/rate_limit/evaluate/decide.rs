@@ -1,4 +1,4 @@
-//! The second phase: a decision about each descriptor, from this process if it is known there, and otherwise from the store.
+//! Second phase of an evaluation: decides about each descriptor, without waiting if the store allows that, otherwise by a store call.
 
 use smallvec::SmallVec;
 use tokio::time::Instant;
@@ -17,17 +17,17 @@ use crate::store::circuit::Circuit;
 use crate::store::deadline::Deadline;
 
 impl<B: RateLimitStore + Sync> LayerConfig<B> {
-    /// Decides about one descriptor, if that is possible without waiting. Not recorded as a success of the store, since a decorator in
-    /// front of the store may have decided.
+    /// Decides about one descriptor, if that is possible without waiting. Does not tell the circuit that the store answered: a wrapper
+    /// around the store may have decided by itself.
     #[inline]
-    pub(in crate::rate_limit) fn try_decide_locally(&self, policy: &Policy, key: &Key, cost: u64) -> Option<Decision> {
-        if policy.rules_out(cost) { policy.rule_out(cost) } else { self.store.check_now(policy, key, cost) }
+    pub(in crate::rate_limit) fn decide_now(&self, policy: &Policy, key: &Key, cost: u64) -> Option<Decision> {
+        if policy.can_never_allow(cost) { policy.never_decision(cost) } else { self.store.check_now(policy, key, cost) }
     }
 
     /// Charges the request immediately if possible, without the details of a decision. Returns whether it was charged.
     #[inline]
     pub(in crate::rate_limit) fn charge_now(&self, policy: &Policy, key: &Key, cost: u64) -> bool {
-        if cost == 0 || policy.rules_out(cost) {
+        if cost == 0 || policy.can_never_allow(cost) {
             return false;
         }
         let charged = self.store.charge_now(policy, key, cost);
@@ -40,7 +40,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     /// Whether the request is rejected whatever the store and a pending resolver call return.
     pub(in crate::rate_limit) fn exceeds_capacity(&self, descriptors: &[Descriptor], cost: u64) -> bool {
         let mut known = descriptors.iter().filter(|descriptor| !self.is_unresolved(descriptor));
-        known.any(|descriptor| descriptor.enforced && descriptor.policy(&self.policy).rules_out(cost))
+        known.any(|descriptor| descriptor.enforced && descriptor.policy(&self.policy).can_never_allow(cost))
     }
 
     /// Decides about all descriptors, whose policies are resolved. After an error, some of them may have a decision.
@@ -49,25 +49,25 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         // Without a wait queue or a resolver, the decision about a single descriptor was already tried when the request arrived.
         let was_tried = descriptors.len() == 1 && self.wait_config.is_none() && self.resolver.is_none();
         if !was_tried {
-            decider.decide_locally(descriptors);
+            decider.decide_now(descriptors);
         }
         if descriptors.iter().all(|descriptor| descriptor.decision.is_some()) {
             return Ok(());
         }
         let is_reachable = !self.shared.circuits.store.is_open() && !self.deadline.is_zero();
         if !is_reachable && (decider.exceeds_capacity || enforced_decided(descriptors)) {
-            // The store could only report the state of other policies, or count shadow policies.
+            // The result is certain already. A call would only fetch the state of other policies, or charge shadow policies.
             return Ok(());
         }
         self.require_time()?;
         let start = Instant::now();
         let result = Deadline::new(self.call_store(&decider, descriptors), self.deadline).await;
         if !result.as_ref().is_err_and(Circuit::is_cause_of) {
-            self.policy.meters().store_answered(start.elapsed());
+            self.policy.meters().record_call_time(start.elapsed());
         }
         result.inspect_err(|error| {
             if enforced_decided(descriptors) {
-                // Otherwise the circuit would open due to a shadow policy and reject requests.
+                // Only shadow policies failed. In the store circuit, their failures could open it and so reject requests.
                 self.shared.circuits.shadow.failed(&ShadowPolicies(&self.policy), error);
             } else {
                 self.shared.circuits.store.failed(self, error);
@@ -108,7 +108,7 @@ pub(super) struct Decider<'a, S> {
     // The policy of the layer.
     policy: &'a Policy,
     cost: u64,
-    // Whether the capacity of an enforced policy rejects the request. The others are not charged then.
+    // Whether the capacity of an enforced policy rejects the request. Then no enforced policy is charged. Shadow policies still are.
     exceeds_capacity: bool,
 }
 
@@ -117,14 +117,14 @@ impl<'a, S: RateLimitStore + Sync> Decider<'a, S> {
     pub(super) fn new(store: &'a S, policy: &'a Policy, descriptors: &mut [Descriptor], cost: u64) -> Self {
         let mut exceeds_capacity = false;
         for descriptor in descriptors {
-            descriptor.decision = descriptor.policy(policy).rule_out(cost);
+            descriptor.decision = descriptor.policy(policy).never_decision(cost);
             exceeds_capacity |= descriptor.denies();
         }
         Self { store, policy, cost, exceeds_capacity }
     }
 
     /// Decides as far as the store can answer immediately.
-    pub(super) fn decide_locally(&self, descriptors: &mut [Descriptor]) {
+    pub(super) fn decide_now(&self, descriptors: &mut [Descriptor]) {
         match &mut undecided(descriptors, true)[..] {
             [] => {}
             _ if self.exceeds_capacity => {}
@@ -225,7 +225,7 @@ mod tests {
         let (layer, mut few) = descriptors([("a", 5, Mode::Enforce), ("b", 2, Mode::Enforce)]);
         for expected in [[Some(3), Some(0)], [Some(3), Some(0)]] {
             let decider = Decider::new(&store, &layer, &mut few, 2);
-            decider.decide_locally(&mut few);
+            decider.decide_now(&mut few);
             assert_eq!(remaining(&few), expected);
         }
         assert!(few[1].denies());
@@ -238,7 +238,7 @@ mod tests {
         for shadow in [6, 3] {
             let decider = Decider::new(&store, &layer, &mut all, 3);
             assert!(decider.exceeds_capacity && all[1].denies());
-            decider.decide_locally(&mut all);
+            decider.decide_now(&mut all);
             assert!(decider.call_enforced(&mut all).await.unwrap());
             assert!(!decider.call_shadows(&mut all).await.unwrap(), "decided without a call");
             assert_eq!((remaining(&all)[0], remaining(&all)[2]), (Some(9), Some(shadow)));

@@ -151,14 +151,14 @@ impl IdempotencyRegistry for RedisBackend {
         let (records, next) = scan(locks.dedicated(), from, &keys.operations(scope), max).await?;
         // `COUNT` is a hint that SCAN exceeds by at most a bucket, so it bounds the concurrent calls.
         let found = records.iter().filter_map(|record| keys.operation_of(record));
-        let looks = try_join_all(found.map(|operation| async move {
+        let statuses = try_join_all(found.map(|operation| async move {
             match IdempotencyRegistry::inspect(self, &operation).await {
                 // Foreign data is no operation, and hides no other operation.
                 Err(error) if error.is_foreign_data() => Ok(None),
                 status => status,
             }
         }));
-        let operations = looks.await?.into_iter().flatten().collect();
+        let operations = statuses.await?.into_iter().flatten().collect();
         Ok(OperationPage { operations, next })
     }
 }

@@ -84,7 +84,7 @@ impl LockStore for RedisBackend {
         let Inner { keys, locks, .. } = &*self.inner;
         let released = |(was_held, listeners)| {
             // This backend may be subscribed itself, still or again.
-            let listens = |subscriber: &Subscriber| subscriber.listens_to(&keys.free(lock));
+            let listens = |subscriber: &Subscriber| subscriber.listens_to(&keys.free_channel(lock));
             let ours = listeners > 0 && locks.subscriber.get().is_some_and(listens);
             Released { was_held, is_wanted: listeners > u64::from(ours) }
         };
@@ -102,7 +102,7 @@ impl LockStore for RedisBackend {
     async fn watch(&self, lock: &LockKey, waiter: Option<&Token>) -> Notifications {
         let Inner { keys, locks, .. } = &*self.inner;
         let interest = waiter.copied().map_or(Interest::Changes, Interest::Turn);
-        locks.subscriber().subscribe(keys.free(lock), interest).await
+        locks.subscriber().subscribe(keys.free_channel(lock), interest).await
     }
 
     async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
@@ -162,7 +162,7 @@ impl RedisBackend {
             scripts.lock_acquire(way, &lease, claim).await?
         } else {
             let [queue, positions] = keys.queue(lock);
-            let channel = keys.free(lock);
+            let channel = keys.free_channel(lock);
             scripts.lock_queue(way, [&lease, &queue, &positions, &channel], claim, self.publish()).await?
         };
         match reply {
@@ -176,7 +176,7 @@ impl RedisBackend {
     /// Releases a lease in a separate call. Returns whether it was held, and the number of listeners.
     async fn release_alone(&self, lock: &LockKey, token: &Token) -> Result<(bool, u64), StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
-        let (lease, channel, [queue, positions]) = (keys.lease(lock), keys.free(lock), keys.queue(lock));
+        let (lease, channel, [queue, positions]) = (keys.lease(lock), keys.free_channel(lock), keys.queue(lock));
         let names = [&lease, &queue, &positions].map(String::as_str);
         let release = |names| scripts.lock_release(&locks.own, names, token, &channel, self.publish());
         let reply = match release(&names).await {

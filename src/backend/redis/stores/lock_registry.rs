@@ -25,7 +25,7 @@ impl LockRegistry for RedisBackend {
     async fn force_release(&self, lock: &LockKey) -> Result<ForceReleased, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         let publish = if locks.dedicated().is_cluster() { "SPUBLISH" } else { "PUBLISH" };
-        let (lease, channel) = (keys.lease(lock), keys.free(lock));
+        let (lease, channel) = (keys.lease(lock), keys.free_channel(lock));
         let reply = scripts.lock_force_release(locks.dedicated(), &lease, &channel, publish).await?;
         let released = match &reply {
             Value::Array(values) => match values.as_slice() {
@@ -42,23 +42,23 @@ impl LockRegistry for RedisBackend {
     async fn list(&self, name: &Key, from: Cursor, max: usize) -> Result<LockPage, StoreError> {
         let Inner { keys, locks, .. } = &*self.inner;
         let (leases, next) = scan(locks.dedicated(), from, &keys.leases(name), max).await?;
-        // `COUNT` is a hint that SCAN exceeds by at most a bucket, so it bounds the concurrent calls.
+        // SCAN returns at most one hash bucket more than `COUNT`, so `max` bounds the concurrent calls.
         let found = leases.iter().filter_map(|lease| keys.lock_of(name, lease));
-        let looks = try_join_all(found.map(|lock| async move {
+        let statuses = try_join_all(found.map(|lock| async move {
             match LockRegistry::inspect(self, &lock).await {
-                // Foreign data is no lock, and hides no other lock.
+                // Skip a key with data of another program, so that the page still shows the other locks.
                 Err(error) if error.is_foreign_data() => Ok(None),
                 status => status.map(Some),
             }
         }));
-        let looks = looks.await?.into_iter().flatten();
-        Ok(LockPage { locks: looks.filter(LockStatus::is_held).collect(), next })
+        let statuses = statuses.await?.into_iter().flatten();
+        Ok(LockPage { locks: statuses.filter(LockStatus::is_held).collect(), next })
     }
 }
 
 fn status(lock: &LockKey, reply: &Value) -> Option<LockStatus> {
     let Value::Array(values) = reply else { return None };
-    let [last_fence, held_by, kind, holders @ ..] = values.as_slice() else { return None };
+    let [last_fence, holder_count, kind, holders @ ..] = values.as_slice() else { return None };
     let holders = holders.chunks(4).map(|holder| {
         let [fence, remaining_ms, held_ms, name] = holder else { return None };
         let Value::BulkString(name) = name else { return None };
@@ -69,12 +69,12 @@ fn status(lock: &LockKey, reply: &Value) -> Option<LockStatus> {
             name: (!name.is_empty()).then(|| String::from_utf8_lossy(name).into_owned()),
         })
     });
-    let (last_fence, held_by) = (number(last_fence)?, number(held_by)? as usize);
-    let kind = if held_by > 0 { Some(lock_kind(number(kind)?)?) } else { None };
-    Some(LockStatus { lock: *lock, last_fence, kind, held_by, holders: holders.collect::<Option<_>>()? })
+    let (last_fence, holder_count) = (number(last_fence)?, number(holder_count)? as usize);
+    let kind = if holder_count > 0 { Some(lock_kind(number(kind)?)?) } else { None };
+    Some(LockStatus { lock: *lock, last_fence, kind, holder_count, holders: holders.collect::<Option<_>>()? })
 }
 
-/// Scans about `max` keys that match a pattern, and returns the next cursor.
+/// Scans about `max` keys. Returns those that match the pattern, and the next cursor.
 pub(crate) async fn scan(
     servers: &Servers,
     from: Cursor,
@@ -94,7 +94,7 @@ pub(crate) async fn scan(
     let next = if position > 0 {
         Some(Cursor { part, position })
     } else {
-        // Whether there is another server shows when it is called.
+        // The next call finds out whether there is another server.
         servers.is_cluster().then_some(Cursor { part: part + 1, position: 0 })
     };
     Ok((keys, next))

@@ -18,58 +18,58 @@ use super::locks_state::LocksState;
 use super::renewal_schedule::{Watchdog, WatchdogKey};
 
 /// An acquisition that can begin again after its caller missed a grant.
-pub(super) trait Request: Unpin + Send + 'static {
+pub(super) trait RepeatableAcquisition: Unpin + Send + 'static {
     type Grant: Send + 'static;
 
     fn shared(&self) -> &Arc<LocksState>;
     /// The caller's wait, and the `ttl` of its lease.
-    fn times(&self) -> (Duration, Duration);
+    fn wait_and_ttl(&self) -> (Duration, Duration);
     /// Begins the acquisition, for the first time or again. The wait counts from `start`.
     fn begin(&mut self, start: Instant, is_requeued: bool) -> Call<Result<Self::Grant, LockError>>;
     /// When the lease was granted to the caller; of several leases, the last one.
-    fn since(grant: &Self::Grant) -> Instant;
+    fn granted_at(grant: &Self::Grant) -> Instant;
     /// The error of a caller whose wait has ended.
     fn busy(&self) -> LockError;
     /// Counts the outcome.
     fn count(&self, outcome: &Result<Self::Grant, LockError>, start: Instant);
 }
 
-/// Waits for the outcome of an acquisition. If this future is not polled, the store call continues in a task, and other callers get the
-/// leader permit and the lease.
-pub(super) struct Acquire<R: Request> {
+/// Waits for the outcome of an acquisition. If this future is not polled in time, a task continues the call. The leader permit, and a lease
+/// not picked up, go to others.
+pub(super) struct Acquire<R: RepeatableAcquisition> {
     request: R,
     start: Option<Instant>,
-    // Set once the call had to wait.
-    pickup: Option<Arc<Pickup<Outcome<R>>>>,
+    // Set once the first poll of the call has returned `Pending`.
+    shared_call: Option<Arc<SharedCall<Outcome<R>>>>,
     is_done: bool,
 }
 
-type Outcome<R> = Result<<R as Request>::Grant, LockError>;
+type Outcome<R> = Result<<R as RepeatableAcquisition>::Grant, LockError>;
 
-impl<R: Request> Acquire<R> {
+impl<R: RepeatableAcquisition> Acquire<R> {
     pub(super) const fn new(request: R) -> Self {
-        Self { request, start: None, pickup: None, is_done: false }
+        Self { request, start: None, shared_call: None, is_done: false }
     }
 
     fn poll_outcome(&mut self, start: Instant, cx: &mut Context<'_>) -> Poll<Outcome<R>> {
-        if self.pickup.is_none() {
+        if self.shared_call.is_none() {
             let mut call = self.request.begin(start, false);
             if let Poll::Ready(outcome) = call.as_mut().poll(cx) {
                 return Poll::Ready(outcome);
             }
-            let (wait, ttl) = self.request.times();
-            let granted = |outcome: &Outcome<R>| outcome.as_ref().ok().map(R::since);
+            let (wait, ttl) = self.request.wait_and_ttl();
+            let granted_at = |outcome: &Outcome<R>| outcome.as_ref().ok().map(R::granted_at);
             let delivery = Delivery::new(Instant::now(), after(start, wait), ttl);
-            self.pickup = Some(Pickup::new(self.request.shared(), delivery, call, granted, cx.waker()));
+            self.shared_call = Some(SharedCall::new(self.request.shared(), delivery, call, granted_at, cx.waker()));
             return Poll::Pending;
         }
-        let Self { request, pickup: Some(pickup), .. } = self else { return Poll::Pending };
-        let outcome = ready!(pickup.poll(cx, || request.begin(start, true)));
+        let Self { request, shared_call: Some(shared_call), .. } = self else { return Poll::Pending };
+        let outcome = ready!(shared_call.poll(cx, || request.begin(start, true)));
         Poll::Ready(outcome.unwrap_or_else(|| Err(request.busy())))
     }
 }
 
-impl<R: Request> Future for Acquire<R> {
+impl<R: RepeatableAcquisition> Future for Acquire<R> {
     type Output = Result<R::Grant, LockError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
@@ -83,19 +83,19 @@ impl<R: Request> Future for Acquire<R> {
     }
 }
 
-impl<R: Request> Acquire<R> {
+impl<R: RepeatableAcquisition> Acquire<R> {
     fn close(&mut self) {
-        if let Some(pickup) = self.pickup.take() {
-            pickup.close();
+        if let Some(shared_call) = self.shared_call.take() {
+            shared_call.close();
         }
     }
 }
 
-impl<R: Request> Drop for Acquire<R> {
+impl<R: RepeatableAcquisition> Drop for Acquire<R> {
     fn drop(&mut self) {
-        if self.pickup.is_some() {
+        if self.shared_call.is_some() {
             self.close();
-            // For the next waiter, and for the call that continues.
+            // `close` may have woken the next waiter or the task. Free the slot, so that another worker can run it.
             free_lifo_slot();
         }
     }
@@ -106,14 +106,14 @@ pub(super) struct DetachableCall<O: Send + 'static> {
     shared: Arc<LocksState>,
     ttl: Duration,
     call: Option<Call<O>>,
-    // Set once the call had to wait.
-    pickup: Option<Arc<Pickup<O>>>,
+    // Set once the first poll of the call has returned `Pending`.
+    shared_call: Option<Arc<SharedCall<O>>>,
 }
 
 impl<O: Send + 'static> DetachableCall<O> {
     /// A call that concerns a lease with this `ttl`.
     pub(super) fn new(shared: Arc<LocksState>, ttl: Duration, call: Call<O>) -> Self {
-        Self { shared, ttl, call: Some(call), pickup: None }
+        Self { shared, ttl, call: Some(call), shared_call: None }
     }
 }
 
@@ -127,27 +127,27 @@ impl<O: Send + 'static> Future for DetachableCall<O> {
             }
             let now = Instant::now();
             let delivery = Delivery::new(now, now, self.ttl);
-            self.pickup = Some(Pickup::new(&self.shared, delivery, call, |_| None, cx.waker()));
+            self.shared_call = Some(SharedCall::new(&self.shared, delivery, call, |_| None, cx.waker()));
             return Poll::Pending;
         }
-        let Some(pickup) = &self.pickup else { return Poll::Pending };
+        let Some(shared_call) = &self.shared_call else { return Poll::Pending };
         // An outcome without a lease is never late.
-        ready!(pickup.poll(cx, || Box::pin(pending()))).map_or(Poll::Pending, Poll::Ready)
+        ready!(shared_call.poll(cx, || Box::pin(pending()))).map_or(Poll::Pending, Poll::Ready)
     }
 }
 
 impl<O: Send + 'static> Drop for DetachableCall<O> {
     fn drop(&mut self) {
-        if let Some(pickup) = self.pickup.take() {
-            pickup.close();
+        if let Some(shared_call) = self.shared_call.take() {
+            shared_call.close();
         }
     }
 }
 
 /// A call that its caller and a task share.
-pub(super) struct Pickup<O> {
+pub(super) struct SharedCall<O> {
     shared: Arc<LocksState>,
-    granted: fn(&O) -> Option<Instant>,
+    granted_at: fn(&O) -> Option<Instant>,
     state: Mutex<State<O>>,
 }
 
@@ -155,27 +155,27 @@ struct State<O> {
     delivery: Delivery<O>,
     // `None` once it is complete.
     call: Option<Call<O>>,
-    caller: Waker,
+    caller_waker: Waker,
     task_waker: Option<Waker>,
-    // The locks around the caller, for the task.
+    // The locks that the caller holds. The task polls the call in their scope, so that nested acquisitions are detected.
     held: Held,
     watchdog: Option<WatchdogKey>,
 }
 
-impl<O: Send + 'static> Pickup<O> {
+impl<O: Send + 'static> SharedCall<O> {
     /// Takes over a pending call from its caller, which has polled it.
     pub(super) fn new(
         shared: &Arc<LocksState>,
         delivery: Delivery<O>,
         call: Call<O>,
-        granted: fn(&O) -> Option<Instant>,
+        granted_at: fn(&O) -> Option<Instant>,
         caller: &Waker,
     ) -> Arc<Self> {
-        let (call, caller) = (Some(call), caller.clone());
-        let state = State { delivery, call, caller, task_waker: None, held: Held::current(), watchdog: None };
-        let pickup = Arc::new(Self { shared: Arc::clone(shared), granted, state: Mutex::new(state) });
-        pickup.set_watchdog(&mut pickup.state());
-        pickup
+        let (call, caller_waker) = (Some(call), caller.clone());
+        let state = State { delivery, call, caller_waker, task_waker: None, held: Held::current(), watchdog: None };
+        let shared_call = Arc::new(Self { shared: Arc::clone(shared), granted_at, state: Mutex::new(state) });
+        shared_call.set_watchdog(&mut shared_call.state());
+        shared_call
     }
 
     /// No code panics while it holds the lock, so a poisoned lock is intact.
@@ -204,21 +204,21 @@ impl<O: Send + 'static> Pickup<O> {
                 Polled::Pending => {}
                 Polled::Ready(outcome) => return Poll::Ready(Some(outcome)),
                 Polled::Late(outcome) => {
-                    // Outside of the lock: the lease goes to the next waiter.
+                    // Drop the outcome without the mutex: its lease goes to the next waiter.
                     drop(state);
                     drop(outcome);
                     return Poll::Ready(None);
                 }
             }
-            state.caller.clone_from(cx.waker());
+            state.caller_waker.clone_from(cx.waker());
             return Poll::Pending;
         }
     }
 
     fn complete(&self, state: &mut State<O>, outcome: O) {
         state.call = None;
-        let granted = (self.granted)(&outcome);
-        state.delivery.complete(outcome, granted, Instant::now());
+        let granted_at = (self.granted_at)(&outcome);
+        state.delivery.complete(outcome, granted_at, Instant::now());
     }
 
     /// Sets the watchdog while the caller can lose its leader permit or lease.
@@ -235,7 +235,7 @@ impl<O: Send + 'static> Pickup<O> {
         }
     }
 
-    /// The caller is gone, or has the outcome.
+    /// Ends the delivery once the caller is gone or has the outcome. A lease left here goes to the next waiter.
     pub(super) fn close(&self) {
         let mut state = self.state();
         self.remove_watchdog(&mut state);
@@ -264,7 +264,7 @@ impl<O: Send + 'static> Pickup<O> {
             Poll::Ready(outcome) => {
                 self.complete(&mut state, outcome);
                 self.set_watchdog(&mut state);
-                let caller = state.caller.clone();
+                let caller = state.caller_waker.clone();
                 drop(state);
                 caller.wake();
                 Poll::Ready(())
@@ -273,7 +273,7 @@ impl<O: Send + 'static> Pickup<O> {
     }
 }
 
-impl<O: Send + 'static> Watchdog for Pickup<O> {
+impl<O: Send + 'static> Watchdog for SharedCall<O> {
     fn expire(self: Arc<Self>, now: Instant) {
         let mut state = self.state();
         state.watchdog = None;
@@ -297,7 +297,7 @@ impl<O: Send + 'static> Watchdog for Pickup<O> {
 }
 
 /// Polls a call instead of its caller.
-struct CallTask<O: Send + 'static>(Arc<Pickup<O>>);
+struct CallTask<O: Send + 'static>(Arc<SharedCall<O>>);
 
 impl<O: Send + 'static> Future for CallTask<O> {
     type Output = ();
@@ -311,10 +311,10 @@ impl<O: Send + 'static> Drop for CallTask<O> {
     fn drop(&mut self) {
         let mut state = self.0.state();
         if state.delivery.is_detached() {
-            // Its runtime has ended.
+            // The runtime dropped the task before the call was complete. The caller polls the call again.
             state.delivery.attach(Instant::now());
             self.0.set_watchdog(&mut state);
-            let caller = state.caller.clone();
+            let caller = state.caller_waker.clone();
             drop(state);
             caller.wake();
         }

@@ -1,6 +1,6 @@
 //! Which extension a request lacks, so that the message of a rejection can name it in debug builds.
 //!
-//! An extractor only says that there is no key, and may be part of others. So it notes the reason for this thread, which rejects the request
+//! An extractor only says that there is no key, and may be part of others. So it records the reason for this thread, which rejects the request
 //! before it looks at another one.
 
 #[cfg(debug_assertions)]
@@ -8,31 +8,31 @@ use std::cell::Cell;
 
 #[cfg(debug_assertions)]
 thread_local! {
-    static LACK: Cell<Option<&'static str>> = const { Cell::new(None) };
+    static MISSING: Cell<Option<&'static str>> = const { Cell::new(None) };
 }
 
-/// Notes what the request lacks.
+/// Records which extension the request lacks.
 #[inline]
 #[cfg(feature = "http")]
-pub(crate) fn note(lack: &'static str) {
+pub(crate) fn record(extension: &'static str) {
     #[cfg(debug_assertions)]
-    LACK.set(Some(lack));
+    MISSING.set(Some(extension));
     #[cfg(not(debug_assertions))]
-    let _ = lack;
+    let _ = extension;
 }
 
 /// Forgets what the requests before lacked.
 #[inline]
 pub(crate) fn forget() {
     #[cfg(debug_assertions)]
-    LACK.set(None);
+    MISSING.set(None);
 }
 
 /// What the request lacks, as far as that is known.
 #[inline]
-pub(crate) fn noted() -> Option<&'static str> {
+pub(crate) fn recorded() -> Option<&'static str> {
     #[cfg(debug_assertions)]
-    return LACK.get();
+    return MISSING.get();
     #[cfg(not(debug_assertions))]
     None
 }
