@@ -58,8 +58,8 @@ static CLOUDFRONT_VIEWER_ADDRESS: HeaderName = HeaderName::from_static("cloudfro
 ///
 /// # How the address is found
 ///
-/// The peer address comes from the same extensions as that of [`peer_ip`](super::peer_ip). Without it a request has no key. A proxy that
-/// connects over a Unix socket has no address: insert a trusted [`PeerAddr`](super::PeerAddr), such as one of `127.0.0.1`.
+/// The peer address comes from the same extensions as that of [`peer_ip`](super::peer_ip). Without it a request has no key. Over a Unix
+/// socket a proxy has no address: insert a [`PeerAddr`](super::PeerAddr) with a trusted one, such as `127.0.0.1`.
 ///
 /// * An entry is an address in the form `ip`, `ip:port`, `[v6]` or `[v6]:port`, quoted or not. A port is a number up to 65535, or a name
 ///   after the colon, as in `203.0.113.7:_hidden`.
@@ -113,8 +113,8 @@ pub struct ClientIp {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnUnreadable {
-    /// The address of the proxy that wrote the value: the peer, or the last trusted hop of a list. All clients of that proxy share one
-    /// quota meanwhile.
+    /// The proxy that wrote the value: the entry to its right, or the peer if there is none. All clients of that proxy share one quota
+    /// meanwhile.
     #[default]
     Peer,
     /// The request has no key. By default a layer responds with 400: see `OnMissingKey`.

@@ -60,7 +60,7 @@ struct KeyQueue {
 /// Why the store has not granted a lease, for all callers in this process.
 #[derive(Clone)]
 pub(super) enum Failure {
-    /// Held by others until then, unless they renew it.
+    /// Others hold the lease until this instant, or longer if they renew it.
     Busy(Instant),
     /// Only this many replicas have the lease. The leader retries until then.
     NotReplicated { replicas: u32, until: Instant },
@@ -98,7 +98,7 @@ pub(super) enum Entered {
         is_free_soon: bool,
         watchers: Option<FailureWatch>,
     },
-    /// A caller without a wait. It only awaits the next failure of the leader, and returns it as its own.
+    /// A caller whose wait is zero or over. It only awaits the next failure of the leader, and returns it as its own.
     Watching(FailureWatch),
 }
 
@@ -115,7 +115,7 @@ pub(super) struct LeaderPermit {
     ends_on_drop: bool,
     // Whether the queue is in the store, so that each caller calls it by itself.
     is_fair: bool,
-    // Whether the caller is beside the local queue.
+    // Whether the caller bypasses the local queue.
     is_unqueued: bool,
 }
 
@@ -168,7 +168,7 @@ impl LocalQueues {
         self.shards[lock.shard(SHARDS)].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A watch of the next failure of the leader, or the last one if it still applies. `None` without a leader.
+    /// `Err` is a failure that applies already. Otherwise `Ok` watches for the next one. `None` without a leader. `None` without a leader.
     pub(super) fn watch_failure(&self, lock: &LockKey) -> Option<Result<FailureWatch, Failure>> {
         self.shard(lock).queues.get_mut(lock).map(KeyQueue::watch_failure)
     }
@@ -185,11 +185,11 @@ impl LocalQueues {
         Busy::new(*lock, remaining)
     }
 
-    /// Resolves when the current releases of this key have ended, or after `replication_timeout`. `None` if there are none.
+    /// Resolves when the current releases of this key have ended, or after `max_wait`. `None` if there are none.
     pub(super) fn releases(
         &self,
         lock: &LockKey,
-        replication_timeout: Duration,
+        max_wait: Duration,
     ) -> Option<impl Future<Output = ()> + Send + use<>> {
         if self.releases.load(Ordering::Relaxed) == 0 {
             return None;
@@ -202,7 +202,7 @@ impl LocalQueues {
             }
         };
         Some(async move {
-            let _ = timeout(replication_timeout, all).await;
+            let _ = timeout(max_wait, all).await;
         })
     }
 
@@ -330,7 +330,7 @@ impl LocksState {
         })
     }
 
-    /// Counts a caller of a fair lock. It calls the store beside others, because the queue is in the store.
+    /// Counts a caller of a fair lock. Callers of a fair lock call the store concurrently, because their queue is in the store.
     pub(super) fn enter_fair(
         self: &Arc<Self>,
         lock: LockKey,
@@ -454,7 +454,7 @@ impl LocksState {
 }
 
 impl LeaderPermit {
-    /// Only for a caller that has just become the leader.
+    /// The queue must have no other permit, unless `ends_on_drop` is set at once.
     fn new(shared: &Arc<LocksState>, lock: LockKey) -> Self {
         Self {
             shared: Arc::clone(shared),
@@ -486,7 +486,7 @@ impl LeaderPermit {
 
     /// Reports to the other callers why the store has not granted the lease; `None` before a call.
     pub(super) fn publish(&self, failure: Option<Failure>) {
-        // Callers beside the queue call for themselves only.
+        // A fair or unqueued caller calls the store for itself only.
         if self.ends_on_drop {
             return;
         }

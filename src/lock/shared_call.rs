@@ -17,7 +17,7 @@ use super::lifo_slot::free_lifo_slot;
 use super::locks_state::LocksState;
 use super::renewal_schedule::{Watchdog, WatchdogKey};
 
-/// An acquisition that can begin again after its caller missed a grant.
+/// An acquisition that can begin again, after its lease went to another waiter because the caller was not polled.
 pub(super) trait RepeatableAcquisition: Unpin + Send + 'static {
     type Grant: Send + 'static;
 
@@ -178,7 +178,7 @@ impl<O: Send + 'static> SharedCall<O> {
         shared_call
     }
 
-    /// No code panics while it holds the lock, so a poisoned lock is intact.
+    /// No code panics while it holds the mutex, so a poisoned state is intact.
     fn state(&self) -> MutexGuard<'_, State<O>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -221,7 +221,7 @@ impl<O: Send + 'static> SharedCall<O> {
         state.delivery.complete(outcome, granted_at, Instant::now());
     }
 
-    /// Sets the watchdog while the caller can lose its leader permit or lease.
+    /// Replaces the watchdog. Sets none if the caller has no leader permit or lease to lose.
     fn set_watchdog(self: &Arc<Self>, state: &mut State<O>) {
         self.remove_watchdog(state);
         let watchdog = Arc::downgrade(self);
@@ -242,7 +242,7 @@ impl<O: Send + 'static> SharedCall<O> {
         let left = (state.delivery.close(), state.call.take());
         let task_waker = state.task_waker.take();
         drop(state);
-        // Outside of the lock: a lease goes to the next waiter, and a pending call continues.
+        // Drop both without the mutex. A dropped lease goes to the next waiter; a dropped call continues in a task.
         drop(left);
         if let Some(task_waker) = task_waker {
             task_waker.wake();
@@ -296,7 +296,7 @@ impl<O: Send + 'static> Watchdog for SharedCall<O> {
     }
 }
 
-/// Polls a call instead of its caller.
+/// Polls a call in place of its caller.
 struct CallTask<O: Send + 'static>(Arc<SharedCall<O>>);
 
 impl<O: Send + 'static> Future for CallTask<O> {

@@ -10,7 +10,7 @@ use crate::rate_limit::Policy;
 /// How many keys are sampled to find one to evict. The least valuable of eight is nearly always among the lowest third, which is good
 /// enough. So the time of an eviction does not depend on the number of keys.
 const SAMPLE: usize = 8;
-/// How many buckets are visited to find the sample. At least an eighth of all buckets are taken; otherwise the table
+/// The search for a sample visits at most this many buckets. At least an eighth of all buckets are taken; otherwise the table
 /// [shrinks](Shard::shrink). A table with at most this many buckets does not shrink.
 const SAMPLED_BUCKETS: usize = 64;
 /// How many other keys an insertion examines, in at most [`SWEPT_BUCKETS`] buckets, to remove those that expired a while ago. Two, so that
@@ -121,7 +121,7 @@ impl Shard {
         victim.map_or(0, |bucket| self.remove_at(bucket))
     }
 
-    /// The next taken buckets except `keep`: up to `COUNT` of them, within the next `buckets` buckets.
+    /// Finds up to `COUNT` occupied buckets other than `keep`. Looks at the next `buckets` buckets only.
     fn next_taken<const COUNT: usize>(&mut self, buckets: usize, keep: Option<usize>) -> SmallVec<[usize; COUNT]> {
         let all = self.slots.num_buckets();
         let mut taken = SmallVec::new();

@@ -23,12 +23,12 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The bytes of a block.
+    /// The length of a block in bytes.
     pub const BLOCK_LEN: usize = 32;
     /// The length in bytes of the header, which precedes the blocks and describes them.
     pub const HEADER_LEN: usize = 64;
-    /// The largest number of blocks: with the header they have 32 MiB. Redis serves no other command while it allocates or frees a string, and
-    /// that takes the longer the larger the string is.
+    /// The largest number of blocks. With the header, that many blocks take 32 MiB. While Redis allocates or frees a string, it serves no
+    /// other command. A larger string takes longer.
     pub const MAX_BLOCKS: u32 = (((1 << 25) - Self::HEADER_LEN) / Self::BLOCK_LEN) as u32;
 
     /// A layout.

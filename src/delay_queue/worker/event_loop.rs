@@ -30,7 +30,7 @@ use crate::delay_queue::store::{Claim, WorkerId};
 use crate::error::{BoxError, StoreError};
 use crate::panics::discard_joined;
 
-/// The deadline of one call during a shutdown, which leaves time for further calls over other connections.
+/// The timeout of one call during a shutdown. It is short, so that a retry over another connection has time.
 const SHUTDOWN_CALL_TIMEOUT: Duration = Duration::from_secs(1);
 
 pub(crate) struct WorkerLoop<T, S, C> {
@@ -41,7 +41,7 @@ pub(crate) struct WorkerLoop<T, S, C> {
     pub(super) stage: Stage,
     progress: Progress,
     pub(super) partitions: Vec<Partition>,
-    // The partition whose call is sent first.
+    // The partition to consider first for the next call. It moves on, so that the partitions take turns.
     first_partition: usize,
     pub(super) jobs: RunningJobs,
     pub(super) calls: StoreCalls<T, C>,
@@ -185,7 +185,7 @@ where
                 Action::Wait { until, services } => {
                     let event = self.wait(until, services, shutdown.as_mut(), &mut notifications).await;
                     if let LoopEvent::Replied(Err(error)) = event {
-                        // Calls are not aborted, so the store panicked.
+                        // No code aborts the task of a call, so this error is a panic in the store.
                         return error.try_into_panic().map_or(Ok(()), |panic| resume_unwind(panic));
                     }
                     self.on_event(event).await;
@@ -284,7 +284,7 @@ where
                 if let Ok(reply) = reply {
                     self.on_reply(reply, now);
                 }
-                // Lets jobs that never wait finish, so that one call records them all.
+                // Jobs that never yield can finish now, so that one call records all their results.
                 yield_once().await;
             }
             LoopEvent::Ready(Err(error)) => self.service_failed(error, now),
@@ -300,13 +300,14 @@ impl<T, S, C> Drop for WorkerLoop<T, S, C> {
         for job in self.jobs.iter() {
             self.reporter.dropped(job, now);
         }
-        // The value is unknown from now on. Another worker of this process sets the gauge at its next call.
+        // This worker no longer knows the age of the oldest due job, so it sets the gauge to zero. Another worker of this process sets the
+        // gauge at its next call.
         self.reporter.oldest_due(None);
     }
 }
 
-/// Yields to other tasks once. `yield_now` of tokio resumes when this thread is idle, which may be after a job that blocks it. A woken task
-/// can run on another thread.
+/// Yields to other tasks once. After `tokio::task::yield_now`, a task resumes when its thread is idle. A job may block that thread. A task
+/// that wakes itself can resume on another thread.
 async fn yield_once() {
     let mut has_yielded = false;
     poll_fn(|cx| {

@@ -27,7 +27,7 @@ const VARIES: u8 = 1;
 #[expect(clippy::large_enum_variant, reason = "nearly all values are responses, and each is behind an `Arc`")]
 pub(super) enum Stored {
     Response(StoredResponse),
-    /// The responses of this URI are under keys of their own.
+    /// Request headers select the response of this URI. Each variant is stored under its own key.
     Varies(Varies),
 }
 

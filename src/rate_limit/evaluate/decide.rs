@@ -67,7 +67,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         }
         result.inspect_err(|error| {
             if enforced_decided(descriptors) {
-                // Only shadow policies failed. In the store circuit, their failures could open it and so reject requests.
+                // Their failures must not open the store's circuit, which would leave the enforced policies to the fallback.
                 self.shared.circuits.shadow.failed(&ShadowPolicies(&self.policy), error);
             } else {
                 self.shared.circuits.store.failed(self, error);
@@ -89,7 +89,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         }
         let only_shadow_left = enforced_decided(descriptors);
         if only_shadow_left && circuits.shadow.admit().is_err() {
-            // The shadow policies would delay the request for the whole deadline. They stay undecided.
+            // The store fails for shadow policies. A call about them could delay the request until its deadline. They stay undecided.
             return Ok(());
         }
         if decider.call_shadows(descriptors).await? {
