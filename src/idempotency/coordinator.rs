@@ -1,6 +1,5 @@
 //! The state that all attempts of a layer share.
 
-use std::error::Error as _;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -16,7 +15,7 @@ use super::store::IdempotencyStore;
 use crate::error::{ConfigError, StoreError};
 use crate::key::Key;
 use crate::reach::Reach;
-use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver, OutageTracker};
+use crate::store::circuit::{Circuit, CircuitBreaker, OutageTracker, observe_circuit};
 use crate::store::deadline::DEFAULT_DEADLINE;
 use crate::store::shutdown::{ShutdownReport, ShutdownTarget, Work};
 
@@ -60,31 +59,7 @@ impl Default for CoordinatorOptions {
     }
 }
 
-impl CircuitObserver for Coordinator {
-    fn failed(&self) {
-        self.meters().store_failed();
-    }
-
-    fn opened(&self) {
-        self.meters().circuit(true);
-        let layer = &*self.options.name;
-        tracing::warn!(layer, "idempotency circuit opens: only probes call the store");
-    }
-
-    fn closed(&self) {
-        self.meters().circuit(false);
-        tracing::info!(layer = &*self.options.name, "idempotency circuit closes: all calls reach the store");
-    }
-
-    fn outage_begins(&self, error: &StoreError) {
-        let cause = error.source().map(tracing::field::display);
-        tracing::warn!(layer = &*self.options.name, %error, cause, "idempotency store fails");
-    }
-
-    fn outage_ends(&self) {
-        tracing::info!(layer = &*self.options.name, "idempotency store answers again");
-    }
-}
+observe_circuit!("idempotency", Coordinator, |shared| shared.meters(), layer = &*shared.options.name);
 
 impl Coordinator {
     pub(crate) fn new(store: impl IdempotencyStore + Send + Sync + 'static) -> Arc<Self> {

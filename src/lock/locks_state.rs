@@ -1,4 +1,3 @@
-use std::error::Error;
 use std::future::Future;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -13,9 +12,8 @@ use super::local_queues::LocalQueues;
 use super::lock_key::LockKey;
 use super::metrics::Meters;
 use super::renewal_schedule::RenewalScheduler;
-use crate::error::StoreError;
 use crate::key::Key;
-use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver};
+use crate::store::circuit::{Circuit, CircuitBreaker, observe_circuit};
 use crate::store::shutdown::{ShutdownReport, Work};
 
 /// The state that all clones of one [`Locks`](super::Locks) and their leases share.
@@ -207,30 +205,7 @@ impl Work for LocksState {
     }
 }
 
-impl CircuitObserver for LocksState {
-    fn failed(&self) {
-        self.meters().store_failed();
-    }
-
-    fn opened(&self) {
-        self.meters().circuit(true);
-        tracing::warn!(locks = self.name.as_str(), "lock circuit opens: only probes call the store");
-    }
-
-    fn closed(&self) {
-        self.meters().circuit(false);
-        tracing::info!(locks = self.name.as_str(), "lock circuit closes: all calls reach the store");
-    }
-
-    fn outage_begins(&self, error: &StoreError) {
-        let cause = error.source().map(tracing::field::display);
-        tracing::warn!(locks = self.name.as_str(), %error, cause, "lock store fails");
-    }
-
-    fn outage_ends(&self) {
-        tracing::info!(locks = self.name.as_str(), "lock store answers again");
-    }
-}
+observe_circuit!("lock", LocksState, |state| state.meters(), locks = state.name.as_str());
 
 /// Counts a waiter until it is dropped.
 pub(super) struct WaiterGuard<'a>(&'a LocksState);

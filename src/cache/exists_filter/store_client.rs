@@ -1,6 +1,5 @@
 //! The store calls of a filter: each with a deadline, and through the circuit breaker. And the status that was read last.
 
-use std::error::Error as _;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,8 +16,7 @@ use super::store::{Added, Block, ExistsFilterStore, FilterStatus, Layout, NewBit
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::reach::Reach;
-use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver};
-use crate::store::deadline::{Deadline, require_nonzero_deadline};
+use crate::store::circuit::{Circuit, CircuitBreaker, observe_circuit};
 
 /// How long a status is used.
 pub(super) const MAX_AGE: Duration = Duration::from_secs(1);
@@ -157,17 +155,12 @@ impl StoreClient {
 
     /// Makes a call, unless the circuit is open.
     pub(super) async fn call<T>(&self, call: Call<'_, T>) -> Result<T, StoreError> {
-        self.circuit.admit()?;
-        self.call_always(call).await
+        self.circuit.call(self, self.settings.deadline, call).await
     }
 
     /// Makes a call, also while the circuit is open: for additions and rebuilds, which are rarer than tests.
     pub(super) async fn call_always<T>(&self, call: Call<'_, T>) -> Result<T, StoreError> {
-        let deadline = self.settings.deadline;
-        require_nonzero_deadline(deadline)?;
-        let reply = Deadline::new(call, deadline).await;
-        self.circuit.record(self, &reply);
-        reply
+        self.circuit.call_always(self, self.settings.deadline, call).await
     }
 
     /// For tests of keys: the status of the filter, as it was at most [`MAX_AGE`] ago.
@@ -237,27 +230,4 @@ impl StoreClient {
     }
 }
 
-impl CircuitObserver for StoreClient {
-    fn failed(&self) {
-        self.meters().store_failed();
-    }
-
-    fn opened(&self) {
-        self.meters().circuit(true);
-        tracing::warn!(filter = %self.filter, "exists filter circuit opens: only probes call the store");
-    }
-
-    fn closed(&self) {
-        self.meters().circuit(false);
-        tracing::info!(filter = %self.filter, "exists filter circuit closes: all calls reach the store");
-    }
-
-    fn outage_begins(&self, error: &StoreError) {
-        let cause = error.source().map(tracing::field::display);
-        tracing::warn!(filter = %self.filter, %error, cause, "exists filter store fails");
-    }
-
-    fn outage_ends(&self) {
-        tracing::info!(filter = %self.filter, "exists filter store answers again");
-    }
-}
+observe_circuit!("exists filter", StoreClient, |client| client.meters(), filter = %client.filter);
