@@ -340,8 +340,8 @@ impl Idempotent {
     fn completed(&self, stored: &Arc<[u8]>) -> Settlement {
         let is_kept = read(stored).is_some_and(|answer| answer.len() <= self.max_response);
         let response = if is_kept { Arc::clone(stored) } else { Arc::from(MARK.as_slice()) };
-        let (payload, retention) = (BodyFingerprint::default(), self.retention);
-        Settlement::Complete { completion: Completion { response, is_kept, payload, retention }, mark: MARK }
+        let (body_fingerprint, retention) = (BodyFingerprint::default(), self.retention);
+        Settlement::Complete { completion: Completion { response, is_kept, body_fingerprint, retention }, mark: MARK }
     }
 }
 
@@ -355,7 +355,7 @@ impl fmt::Debug for Idempotent {
 struct NoBody;
 
 impl HasBodyFingerprint for NoBody {
-    fn payload(&self) -> BodyFingerprint {
+    fn body_fingerprint(&self) -> BodyFingerprint {
         BodyFingerprint::default()
     }
 
