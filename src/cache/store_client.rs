@@ -5,7 +5,7 @@ use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use super::metrics::Meters;
+use super::metrics::Metrics;
 use super::store::{CacheKey, CacheStore, Claim, Claimed, Entry, EntryId, Mark, NewEntry, Notifications, Token};
 use crate::error::{ConfigError, StoreError};
 use crate::key::Key;
@@ -103,7 +103,7 @@ pub(super) struct StoreClient {
     subscriptions: Arc<Circuit>,
     // For the log.
     cache: Key,
-    meters: Arc<OnceLock<Meters>>,
+    metrics: Arc<OnceLock<Metrics>>,
 }
 
 impl StoreClient {
@@ -115,7 +115,7 @@ impl StoreClient {
             #[cfg(feature = "local-cache")]
             subscriptions: Arc::new(Circuit::new(CircuitBreaker::new())),
             cache,
-            meters: Arc::default(),
+            metrics: Arc::default(),
         }
     }
 
@@ -123,8 +123,8 @@ impl StoreClient {
         if self.deadline.is_zero() { Err(ConfigError::ZeroTimeout { setting: "deadline" }) } else { Ok(()) }
     }
 
-    pub(super) fn meters(&self) -> &Meters {
-        self.meters.get_or_init(|| Meters::new(&self.cache))
+    pub(super) fn metrics(&self) -> &Metrics {
+        self.metrics.get_or_init(|| Metrics::new(&self.cache))
     }
 
     pub(super) fn set_circuit_breaker(&mut self, settings: CircuitBreaker) {
@@ -155,4 +155,4 @@ impl StoreClient {
     }
 }
 
-observe_circuit!("cache", StoreClient, |client| client.meters(), cache = %client.cache);
+observe_circuit!("cache", StoreClient, |client| client.metrics(), cache = %client.cache);

@@ -185,7 +185,7 @@ impl<P: HasBodyFingerprint + 'static> Attempt<P> {
                 if outcome == AttemptOutcome::Kept && context.coordinator().full.record_success() {
                     tracing::info!(layer = context.layer(), "the idempotency store has room for responses again");
                 }
-                return context.coordinator().meters().record_attempt(outcome);
+                return context.coordinator().metrics().record_attempt(outcome);
             }
             Err(error) => match &mut settlement {
                 Settlement::Complete { completion, mark } if error.is_out_of_memory() && completion.is_kept => {
@@ -232,7 +232,7 @@ impl<P: HasBodyFingerprint + 'static> Drop for Attempt<P> {
                 let (layer, operation) = (self.context.layer(), self.context.operation());
                 tracing::warn!(layer, %operation, "an execution was dropped: the outcome of its operation is unknown when its lease has ended");
             }
-            self.context.coordinator().meters().record_attempt(AttemptOutcome::Unknown);
+            self.context.coordinator().metrics().record_attempt(AttemptOutcome::Unknown);
         }
         if is_released {
             let target =

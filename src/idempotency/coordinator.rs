@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::sync::Notify;
 
 use super::erased::DynStore;
-use super::metrics::Meters;
+use super::metrics::Metrics;
 use super::per_scope::PerScope;
 use super::rejection::{Rejection, ScopeBound};
 use super::store::IdempotencyStore;
@@ -30,7 +30,7 @@ pub(crate) struct Coordinator {
     pub(super) store: Arc<dyn DynStore>,
     options: CoordinatorOptions,
     pub(super) circuit: Circuit,
-    meters: OnceLock<Meters>,
+    metrics: OnceLock<Metrics>,
     // Whether the log has reported that the store has no room for responses.
     pub(super) full: OutageTracker,
     running: AtomicUsize,
@@ -59,7 +59,7 @@ impl Default for CoordinatorOptions {
     }
 }
 
-observe_circuit!("idempotency", Coordinator, |shared| shared.meters(), layer = &*shared.options.name);
+observe_circuit!("idempotency", Coordinator, |shared| shared.metrics(), layer = &*shared.options.name);
 
 impl Coordinator {
     pub(crate) fn new(store: impl IdempotencyStore + Send + Sync + 'static) -> Arc<Self> {
@@ -68,13 +68,13 @@ impl Coordinator {
 
     fn over(store: Arc<dyn DynStore>, options: CoordinatorOptions) -> Arc<Self> {
         let [running, waiting, background] = [const { AtomicUsize::new(0) }; 3];
-        let (circuit, meters, full) = (Circuit::new(options.breaker), OnceLock::new(), OutageTracker::for_store());
+        let (circuit, metrics, full) = (Circuit::new(options.breaker), OnceLock::new(), OutageTracker::for_store());
         let [running_per_scope, waiting_per_scope] = [(); 2].map(|()| PerScope::default());
         let coordinator = Arc::new(Self {
             store,
             options,
             circuit,
-            meters,
+            metrics,
             full,
             running,
             running_per_scope,
@@ -106,8 +106,8 @@ impl Coordinator {
         &self.options
     }
 
-    pub(crate) fn meters(&self) -> &Meters {
-        self.meters.get_or_init(|| Meters::new(&self.options.name))
+    pub(crate) fn metrics(&self) -> &Metrics {
+        self.metrics.get_or_init(|| Metrics::new(&self.options.name))
     }
 
     /// Records the result of a store call in the circuit.

@@ -255,24 +255,24 @@ impl Idempotent {
             Ok(ClaimResult::Granted(granted)) => granted,
             Ok(ClaimResult::NotGranted(begun)) => return self.not_executed(begun),
             Err(error) => {
-                self.coordinator.meters().decided(Verdict::FailedClosed);
+                self.coordinator.metrics().decided(Verdict::FailedClosed);
                 return Err(OperationError::Store(error));
             }
         };
         let Granted { attempt, fence, number, checkpoint, .. } = granted;
         let attempt = if self.policy.releases_failures() { attempt.release_on_panic() } else { attempt };
         let handle = IdempotencyHandle::new(Arc::clone(attempt.context()) as _, number, fence, checkpoint);
-        self.coordinator.meters().decided(Verdict::Executed);
+        self.coordinator.metrics().decided(Verdict::Executed);
         let start = attempt.sent();
         let until = self.max_runtime.map(|max_runtime| start + max_runtime.min(FOREVER));
         let result = run_under_lease(&attempt, until, || work(handle)).await;
-        self.coordinator.meters().handled(start);
+        self.coordinator.metrics().handled(start);
         let Some(result) = result else {
             let context = attempt.context();
             let (layer, operation) = (context.layer(), context.operation());
             tracing::warn!(layer, %operation, "an operation was cancelled: its outcome is unknown when its lease has ended");
             attempt.mark_reported();
-            self.coordinator.meters().decided(Verdict::Cancelled);
+            self.coordinator.metrics().decided(Verdict::Cancelled);
             return Err(OperationError::Cancelled);
         };
         let (settlement, done) = match result {
@@ -333,7 +333,7 @@ impl Idempotent {
                 (Verdict::Mismatch, Err(OperationError::Mismatch))
             }
         };
-        self.coordinator.meters().decided(verdict);
+        self.coordinator.metrics().decided(verdict);
         result
     }
 

@@ -10,7 +10,7 @@ use super::erased::DynStore;
 use super::error::QueueFull;
 use super::local_queues::LocalQueues;
 use super::lock_key::LockKey;
-use super::metrics::Meters;
+use super::metrics::Metrics;
 use super::renewal_schedule::RenewalScheduler;
 use crate::key::Key;
 use crate::store::circuit::{Circuit, CircuitBreaker, observe_circuit};
@@ -27,7 +27,7 @@ pub(super) struct LocksState {
     pub(super) is_semaphore: bool,
     // Both are created at first use: the circuit when its settings are known, the metrics when a recorder may be installed.
     circuit: OnceLock<Circuit>,
-    meters: OnceLock<Meters>,
+    metrics: OnceLock<Metrics>,
     // The settings of the circuit breaker.
     breaker: Mutex<CircuitBreaker>,
     // The name of holders, if set.
@@ -56,7 +56,7 @@ impl LocksState {
             renewals: RenewalScheduler::new(),
             is_semaphore,
             circuit: OnceLock::new(),
-            meters: OnceLock::new(),
+            metrics: OnceLock::new(),
             breaker: Mutex::default(),
             holder: RwLock::default(),
             waiters: AtomicUsize::new(0),
@@ -96,8 +96,8 @@ impl LocksState {
         self.holder.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    pub(super) fn meters(&self) -> &Meters {
-        self.meters.get_or_init(|| Meters::new(self.name.as_str()))
+    pub(super) fn metrics(&self) -> &Metrics {
+        self.metrics.get_or_init(|| Metrics::new(self.name.as_str()))
     }
 
     /// Counts a waiter, unless `max` wait already. A waiter that missed a grant was admitted before.
@@ -205,7 +205,7 @@ impl Work for LocksState {
     }
 }
 
-observe_circuit!("lock", LocksState, |state| state.meters(), locks = state.name.as_str());
+observe_circuit!("lock", LocksState, |state| state.metrics(), locks = state.name.as_str());
 
 /// Counts a waiter until it is dropped.
 pub(super) struct WaiterGuard<'a>(&'a LocksState);

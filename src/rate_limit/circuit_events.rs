@@ -8,7 +8,7 @@ use crate::error::StoreError;
 use crate::store::circuit::{CircuitObserver, observe_circuit};
 
 // Reports a store that fails in calls about this policy.
-observe_circuit!("rate limit", Policy, |policy| policy.meters(), policy = policy.name());
+observe_circuit!("rate limit", Policy, |policy| policy.metrics(), policy = policy.name());
 
 /// Reports the same for a layer, with the fallback that it applies.
 impl<B> CircuitObserver for LayerConfig<B> {

@@ -63,7 +63,7 @@ pub(crate) enum Leased {
     Expired,
 }
 
-pub(crate) use self::imp::Meters;
+pub(crate) use self::imp::Metrics;
 
 #[cfg(feature = "metrics")]
 mod imp {
@@ -77,7 +77,7 @@ mod imp {
     use crate::meter::{Counter, Histogram, counter, histogram};
 
     /// The metrics of one policy, registered when the policy is first used.
-    pub(crate) struct Meters {
+    pub(crate) struct Metrics {
         decisions: [Counter; Verdict::ALL.len()],
         near_limit: Counter,
         store_seconds: Histogram,
@@ -90,7 +90,7 @@ mod imp {
         cached_denials: [Counter; 2],
     }
 
-    impl Meters {
+    impl Metrics {
         /// Whether metrics are recorded.
         pub(crate) const COUNT: bool = true;
 
@@ -158,9 +158,9 @@ mod imp {
         }
     }
 
-    impl fmt::Debug for Meters {
+    impl fmt::Debug for Metrics {
         fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.debug_struct("Meters").finish_non_exhaustive()
+            f.debug_struct("Metrics").finish_non_exhaustive()
         }
     }
 }
@@ -172,9 +172,9 @@ mod imp {
     use super::{Leased, Verdict};
 
     #[derive(Debug)]
-    pub(crate) struct Meters;
+    pub(crate) struct Metrics;
 
-    impl Meters {
+    impl Metrics {
         pub(crate) const COUNT: bool = false;
 
         pub(crate) const fn new(_: &str) -> Self {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::metrics::Meters;
+use super::metrics::Metrics;
 use super::settings::Settings;
 use super::sizing::is_overfull;
 use super::stats::fill_ratio;
@@ -125,7 +125,7 @@ pub(super) struct StoreClient {
 #[derive(Default)]
 struct Shared {
     known: Mutex<Option<Known>>,
-    meters: OnceLock<Meters>,
+    metrics: OnceLock<Metrics>,
     is_warned: AtomicBool,
 }
 
@@ -211,7 +211,7 @@ impl StoreClient {
     fn report(&self, status: &FilterStatus) {
         let Some(active) = &status.active else { return };
         let fill_ratio = fill_ratio(active);
-        self.meters().filled(fill_ratio);
+        self.metrics().filled(fill_ratio);
         let is_overfull = is_overfull(active.layout.blocks, active.keys, self.settings.error_rate);
         if self.shared.is_warned.swap(is_overfull, Ordering::Relaxed) || !is_overfull {
             return;
@@ -220,8 +220,8 @@ impl StoreClient {
         tracing::warn!(%filter, keys, fill_ratio, "exists filter has more keys than it was built for: rebuild it with a larger capacity");
     }
 
-    fn meters(&self) -> &Meters {
-        self.shared.meters.get_or_init(|| Meters::new(&self.filter))
+    fn metrics(&self) -> &Metrics {
+        self.shared.metrics.get_or_init(|| Metrics::new(&self.filter))
     }
 
     /// No code panics in the middle of a change, so a poisoned status is intact.
@@ -230,4 +230,4 @@ impl StoreClient {
     }
 }
 
-observe_circuit!("exists filter", StoreClient, |client| client.meters(), filter = %client.filter);
+observe_circuit!("exists filter", StoreClient, |client| client.metrics(), filter = %client.filter);

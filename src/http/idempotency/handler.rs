@@ -301,7 +301,7 @@ where
     if is_rejected || execution.is_lost() {
         return (execution, None);
     }
-    settings.coordinator.meters().decided(Verdict::Executed);
+    settings.coordinator.metrics().decided(Verdict::Executed);
     let handler = execution.run_work(|| ready.call(request));
     (execution, Some(handler))
 }
@@ -329,7 +329,7 @@ where
             recorded.map(replay).or_else(|rejection| settings.reject(answer, rejection))
         }
         Err(error) if settings.passes(&error) => {
-            settings.coordinator.meters().decided(Verdict::FailedOpen);
+            settings.coordinator.metrics().decided(Verdict::FailedOpen);
             let response = ready.call(request.map(FingerprintedBody::passed)).await;
             response.map(|response| answer.response(response)).map_err(|error| answer.error(error))
         }
@@ -371,7 +371,7 @@ where
     // A different request learns nothing about the first one.
     compare(settings, request, body_fingerprint, fingerprint).await?;
     let recorded = recorded?;
-    settings.coordinator.meters().decided(Verdict::Replayed);
+    settings.coordinator.metrics().decided(Verdict::Replayed);
     Ok(recorded)
 }
 

@@ -63,7 +63,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         let start = Instant::now();
         let result = Deadline::new(self.call_store(&decider, descriptors), self.deadline).await;
         if !result.as_ref().is_err_and(Circuit::is_cause_of) {
-            self.policy.meters().store_answered(start.elapsed());
+            self.policy.metrics().store_answered(start.elapsed());
         }
         result.inspect_err(|error| {
             if enforced_decided(descriptors) {
