@@ -775,8 +775,8 @@ pub(crate) const fn lock_kind(held_as: u64) -> Option<LockKind> {
 
 /// The claim as the argument of `lock_acquire`. One argument costs less than several.
 fn encode_claim(claim: &Claim, floor: u64) -> [u8; 40] {
-    let mut packed = [0; 40];
-    let (token, numbers) = packed.split_at_mut(16);
+    let mut bytes = [0; 40];
+    let (token, numbers) = bytes.split_at_mut(16);
     token.copy_from_slice(claim.token.as_bytes());
     let (fields, rest) = numbers.split_at_mut(16);
     let numbers = [millis(claim.ttl), claim.fences.into(), KEEP_FENCE_MS, permits(claim).into()];
@@ -785,7 +785,7 @@ fn encode_claim(claim: &Claim, floor: u64) -> [u8; 40] {
     }
     // One byte for the kind, and seven for the floor, which is below 2^53.
     rest.copy_from_slice(&(floor << 8 | u64::from(held_as(claim))).to_le_bytes());
-    packed
+    bytes
 }
 
 /// The reply of a script whose writes may have to reach replicas.
@@ -1032,8 +1032,8 @@ mod tests {
         };
         let descriptor = Descriptor { keys: &[], cost: 5, quota_change: "keep", limits: &limits };
         let command = command("EVALSHA", "abc", &["key"], &("check", &[descriptor]));
-        let packed = String::from_utf8(command.get_packed_command()).unwrap();
-        let words: Vec<_> = packed.split("\r\n").filter(|word| !word.starts_with(['*', '$'])).collect();
+        let command = String::from_utf8(command.get_packed_command()).unwrap();
+        let words: Vec<_> = command.split("\r\n").filter(|word| !word.starts_with(['*', '$'])).collect();
         assert_eq!(words, ["EVALSHA", "abc", "1", "key", "check", "5", "keep", "60000", "params", "<d", "limits", ""]);
     }
 }
