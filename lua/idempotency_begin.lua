@@ -13,13 +13,13 @@
 --
 -- Value    record: 1 byte version 1, 1 byte state (0 free, 1 in flight, 2 completed, 3 completed without a response), 4 bytes attempt,
 --          7 bytes fence, 7 bytes end of the lease in us, 4 bytes its length in ms (completed: the time of completion, and 0), little
---          endian. Then 16 bytes head, 16 bytes token, 24 bytes payload: the fingerprint of the body (1 byte 0 none, 1 partial, 2
+--          endian. Then 16 bytes head, 16 bytes token, 24 bytes body: the fingerprint of the body (1 byte 0 none, 1 partial, 2
 --          complete; 7 bytes length; 16 bytes digest). Then the response, or before completion the last checkpoint, see
 --          idempotency_renew. Five zeros stand for the checkpoint after a takeover of an attempt without one
 --          records: for each record of the caller the first 20 digits of the SHA-1 of its key, and its end in ms
--- Returns  key used by another request: {0}. Claimed: {1, fence, attempt, payload, checkpoint}, with the state of earlier attempts. In
---          flight: {2, remaining_ms, payload}. Outcome unknown, since the lease ended before completion: {3, attempt, payload}.
---          Completed: {4, payload, response}. Completed without a stored response: {5, payload, response}. No record, and the caller
+-- Returns  key used by another request: {0}. Claimed: {1, fence, attempt, body, checkpoint}, with the state of earlier attempts. In
+--          flight: {2, remaining_ms, body}. Outcome unknown, since the lease ended before completion: {3, attempt, body}.
+--          Completed: {4, body, response}. Completed without a stored response: {5, body, response}. No record, and the caller
 --          has as many as allowed: {6, remaining_ms}, until the first of them ends
 -- Repeat   harmless: the token in flight renews its lease and gets the same reply. A released token claims nothing until another token
 --          is released unclaimed
@@ -29,14 +29,14 @@ local lease_ms, keep_ms, takes_over, max_records = ARGV[3] + 0, ARGV[4] + 0, ARG
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 local state, attempt, fence, ends, length_ms = 0, 0, 0, 0, 0
-local holder, payload, rest = '', string.rep('\0', 24), ''
+local holder, body, rest = '', string.rep('\0', 24), ''
 local taken_over = string.rep('\0', 5)
 if stored then
   state, attempt, fence, ends, length_ms = struct.unpack('<BI4I7I7I4', stored, 2)
   holder, rest = stored:sub(41, 56), stored:sub(81)
 end
 if state == 0 and holder == token then
-  return {2, 1, payload}
+  return {2, 1, body}
 end
 local now_ms = math.floor(now / 1000)
 local member = max_records > 0 and redis.sha1hex(record):sub(1, 20)
@@ -62,10 +62,10 @@ if state > 0 or #rest > 0 then
   if stored:sub(25, 40) ~= head then
     return {0}
   end
-  payload = stored:sub(57, 80)
+  body = stored:sub(57, 80)
 end
 if state > 1 then
-  return {state + 2, payload, rest}
+  return {state + 2, body, rest}
 end
 if state == 1 then
   -- A lease that ends later than its length from now predates a clock step back.
@@ -75,10 +75,10 @@ if state == 1 then
     redis.call('SET', record, stored, 'PX', length_ms + keep_ms)
   end
   if ends > now and not is_ours then
-    return {2, math.ceil((ends - now) / 1000), payload}
+    return {2, math.ceil((ends - now) / 1000), body}
   end
   if not takes_over and not is_ours then
-    return {3, attempt, payload}
+    return {3, attempt, body}
   end
 end
 if not is_ours then
@@ -98,6 +98,6 @@ if max_records > 0 and not is_ours then
   end
 end
 ends = now + lease_ms * 1000
-stored = struct.pack('<BBI4I7I7I4', 1, 1, attempt, fence, ends, lease_ms) .. head .. token .. payload .. rest
+stored = struct.pack('<BBI4I7I7I4', 1, 1, attempt, fence, ends, lease_ms) .. head .. token .. body .. rest
 redis.call('SET', record, stored, 'PX', lease_ms + keep_ms)
-return {1, fence, attempt, payload, rest == taken_over and '' or rest}
+return {1, fence, attempt, body, rest == taken_over and '' or rest}

@@ -36,8 +36,8 @@ local was_kept_by_this = is > 1 and stored:sub(41, 56) == nobody
 if not (found == 4 and is_unknown or found == is and was_kept_by_this) then
   return 0
 end
-local head, payload = stored:sub(25, 40), stored:sub(57, 80)
-stored = struct.pack('<BBI4I7I7I4', 1, state, attempt, fence, now, 0) .. head .. nobody .. payload .. answer
+local head, body = stored:sub(25, 40), stored:sub(57, 80)
+stored = struct.pack('<BBI4I7I7I4', 1, state, attempt, fence, now, 0) .. head .. nobody .. body .. answer
 -- On a full server the first write of a script must need no memory.
 redis.pcall('PEXPIRE', record, keep_ms)
 redis.call('SET', record, stored, 'PX', keep_ms)

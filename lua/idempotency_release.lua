@@ -19,7 +19,7 @@ local record, records, token, keep_ms, publish, channel = KEYS[1], KEYS[2], ARGV
 local max_records = ARGV[5] + 0
 
 local none = string.rep('\0', 24)
-local attempt, fence, head, payload, checkpoint = 0, 0, none:sub(1, 16), none, ''
+local attempt, fence, head, body, checkpoint = 0, 0, none:sub(1, 16), none, ''
 local stored = redis.call('GET', record)
 if stored then
   if #stored < 80 or stored:byte(1) ~= 1 then
@@ -30,12 +30,12 @@ if stored then
   end
   attempt, fence = struct.unpack('<I4I7', stored, 3)
   if #stored > 80 then
-    head, payload, checkpoint = stored:sub(25, 40), stored:sub(57, 80), stored:sub(81)
+    head, body, checkpoint = stored:sub(25, 40), stored:sub(57, 80), stored:sub(81)
     keep_ms = math.max(keep_ms, redis.call('PTTL', record))
   end
 end
 -- The claim itself may still be in flight. The token in the free record makes it fail.
-stored = struct.pack('<BBI4I7I7I4', 1, 0, attempt, fence, 0, 0) .. head .. token .. payload .. checkpoint
+stored = struct.pack('<BBI4I7I7I4', 1, 0, attempt, fence, 0, 0) .. head .. token .. body .. checkpoint
 -- On a full server the first write of a script must need no memory.
 redis.pcall('PEXPIRE', record, keep_ms)
 redis.call('SET', record, stored, 'PX', keep_ms)

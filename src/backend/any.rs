@@ -321,19 +321,19 @@ impl IdempotencyStore for AnyBackend {
         &self,
         operation: &Operation,
         claim: &idempotency::store::Claim,
-        payload: &BodyFingerprint,
+        body_fingerprint: &BodyFingerprint,
     ) -> Result<bool, StoreError> {
-        delegate!(self, store => IdempotencyStore::renew(store, operation, claim, payload).await)
+        delegate!(self, store => IdempotencyStore::renew(store, operation, claim, body_fingerprint).await)
     }
 
     async fn checkpoint(
         &self,
         operation: &Operation,
         claim: &idempotency::store::Claim,
-        payload: &BodyFingerprint,
+        body_fingerprint: &BodyFingerprint,
         checkpoint: &Checkpoint,
     ) -> Result<bool, StoreError> {
-        delegate!(self, store => store.checkpoint(operation, claim, payload, checkpoint).await)
+        delegate!(self, store => store.checkpoint(operation, claim, body_fingerprint, checkpoint).await)
     }
 
     async fn complete(

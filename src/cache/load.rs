@@ -141,7 +141,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
             }
             (Err(_), None) => LoadOutcome::Failed,
         };
-        self.client.meters().loaded(load, load_time);
+        self.client.metrics().loaded(load, load_time);
         loaded.map(|loaded| loaded.value.map(Arc::new))
     }
 

@@ -27,7 +27,7 @@ pub(super) enum LoadOutcome {
     Failed,
 }
 
-pub(super) use self::imp::Meters;
+pub(super) use self::imp::Metrics;
 
 #[cfg(feature = "metrics")]
 mod imp {
@@ -55,7 +55,7 @@ mod imp {
     ];
 
     /// The metrics of one cache, registered when it is first used.
-    pub(in crate::cache) struct Meters {
+    pub(in crate::cache) struct Metrics {
         requests: [Counter; SERVED.len()],
         loads: [Counter; LOADS.len()],
         load_seconds: Histogram,
@@ -63,7 +63,7 @@ mod imp {
         circuit: [Counter; 2],
     }
 
-    impl Meters {
+    impl Metrics {
         pub(in crate::cache) fn new(cache: &Key) -> Self {
             let name = SharedString::from(cache.as_str().to_owned());
             let cache = || Label::new("cache", name.clone());
@@ -118,9 +118,9 @@ mod imp {
     use super::{LoadOutcome, Served};
     use crate::key::Key;
 
-    pub(in crate::cache) struct Meters;
+    pub(in crate::cache) struct Metrics;
 
-    impl Meters {
+    impl Metrics {
         pub(in crate::cache) const fn new(_: &Key) -> Self {
             Self
         }

@@ -1,18 +1,17 @@
 //! The store calls of a cache: each with a deadline, and through the circuit breaker.
 
-use std::error::Error as _;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use super::metrics::Meters;
+use super::metrics::Metrics;
 use super::store::{CacheKey, CacheStore, Claim, Claimed, Entry, EntryId, Mark, NewEntry, Notifications, Token};
 use crate::error::{ConfigError, StoreError};
 use crate::key::Key;
 use crate::reach::Reach;
-use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver};
-use crate::store::deadline::{DEFAULT_DEADLINE, Deadline, require_nonzero_deadline};
+use crate::store::circuit::{Circuit, CircuitBreaker, observe_circuit};
+use crate::store::deadline::DEFAULT_DEADLINE;
 use crate::store::shutdown::ShutdownTarget;
 
 type Call<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
@@ -104,7 +103,7 @@ pub(super) struct StoreClient {
     subscriptions: Arc<Circuit>,
     // For the log.
     cache: Key,
-    meters: Arc<OnceLock<Meters>>,
+    metrics: Arc<OnceLock<Metrics>>,
 }
 
 impl StoreClient {
@@ -116,7 +115,7 @@ impl StoreClient {
             #[cfg(feature = "local-cache")]
             subscriptions: Arc::new(Circuit::new(CircuitBreaker::new())),
             cache,
-            meters: Arc::default(),
+            metrics: Arc::default(),
         }
     }
 
@@ -124,8 +123,8 @@ impl StoreClient {
         if self.deadline.is_zero() { Err(ConfigError::ZeroTimeout { setting: "deadline" }) } else { Ok(()) }
     }
 
-    pub(super) fn meters(&self) -> &Meters {
-        self.meters.get_or_init(|| Meters::new(&self.cache))
+    pub(super) fn metrics(&self) -> &Metrics {
+        self.metrics.get_or_init(|| Metrics::new(&self.cache))
     }
 
     pub(super) fn set_circuit_breaker(&mut self, settings: CircuitBreaker) {
@@ -134,57 +133,26 @@ impl StoreClient {
 
     /// Makes a call, unless the circuit is open.
     pub(super) async fn call<T>(&self, call: Call<'_, T>) -> Result<T, StoreError> {
-        self.circuit.admit()?;
-        self.call_always(call).await
+        self.circuit.call(self, self.deadline, call).await
     }
 
     /// Makes a call, also while the circuit is open: for calls that are not repeated.
     pub(super) async fn call_always<T>(&self, call: Call<'_, T>) -> Result<T, StoreError> {
-        require_nonzero_deadline(self.deadline)?;
-        let reply = Deadline::new(call, self.deadline).await;
-        self.circuit.record(self, &reply);
-        reply
+        self.circuit.call_always(self, self.deadline, call).await
     }
 
     /// Subscribes to the changes of a key. If the store has not confirmed it within the deadline, or subscriptions failed lately, there are
     /// no notifications.
     #[cfg(feature = "local-cache")]
     pub(super) async fn watch(&self, key: &CacheKey) -> Notifications {
-        if self.subscriptions.admit().is_err() {
-            return Notifications::none();
-        }
         let confirmed = async {
             let changes = self.store.watch(key).await;
             if changes.may_have_changed() { Err(StoreError::late("no subscription")) } else { Ok(changes) }
         };
-        let changes = Deadline::new(confirmed, self.deadline).await;
         // Not observed: if subscriptions fail, only hits take longer.
-        self.subscriptions.record(&(), &changes);
+        let changes = self.subscriptions.call(&(), self.deadline, confirmed).await;
         changes.unwrap_or_else(|_| Notifications::none())
     }
 }
 
-impl CircuitObserver for StoreClient {
-    fn failed(&self) {
-        self.meters().store_failed();
-    }
-
-    fn opened(&self) {
-        self.meters().circuit(true);
-        tracing::warn!(cache = %self.cache, "cache circuit opens: only probes call the store");
-    }
-
-    fn closed(&self) {
-        self.meters().circuit(false);
-        tracing::info!(cache = %self.cache, "cache circuit closes: all calls reach the store");
-    }
-
-    fn outage_begins(&self, error: &StoreError) {
-        let cause = error.source().map(tracing::field::display);
-        tracing::warn!(cache = %self.cache, %error, cause, "cache store fails");
-    }
-
-    fn outage_ends(&self) {
-        tracing::info!(cache = %self.cache, "cache store answers again");
-    }
-}
+observe_circuit!("cache", StoreClient, |client| client.metrics(), cache = %client.cache);

@@ -399,7 +399,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
     async fn serve(&self, key: CacheKey, loader: impl Loader<T> + 'static) -> Outcome<T> {
         let result = self.find_or_load(key, loader).await;
         let served = result.as_ref().map_or(Served::Failed, |(_, served)| *served);
-        self.inner.client.meters().served(served);
+        self.inner.client.metrics().served(served);
         result.map(|(value, _)| value)
     }
 
@@ -506,7 +506,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
     /// For a service around the cache: counts a request.
     #[cfg(feature = "http")]
     pub(crate) fn count(&self, served: Served) {
-        self.inner.client.meters().served(served);
+        self.inner.client.metrics().served(served);
     }
 
     /// For a service around the cache: whether a fresh value is loaded again already.

@@ -27,7 +27,7 @@ pub(crate) struct Granted<P: HasBodyFingerprint + 'static> {
     pub(crate) attempt: Attempt<P>,
     pub(crate) fence: u64,
     pub(crate) number: u32,
-    pub(crate) payload: BodyFingerprint,
+    pub(crate) body_fingerprint: BodyFingerprint,
     pub(crate) checkpoint: Option<Checkpoint>,
 }
 
@@ -93,12 +93,12 @@ impl<P: HasBodyFingerprint + 'static> Attempt<P> {
     /// The result of the claim, from the reply of the store.
     fn claim_result(mut self, begun: Begun) -> ClaimResult<P> {
         match begun {
-            Begun::Granted { fence, attempt: number, payload, checkpoint } => {
+            Begun::Granted { fence, attempt: number, body_fingerprint, checkpoint } => {
                 self.on_drop = DropAction::LetExpire;
                 if let Some(last) = &checkpoint {
                     self.context.resume_after(last);
                 }
-                ClaimResult::Granted(Granted { attempt: self, fence, number, payload, checkpoint })
+                ClaimResult::Granted(Granted { attempt: self, fence, number, body_fingerprint, checkpoint })
             }
             begun => {
                 self.on_drop = DropAction::Settled;
@@ -185,7 +185,7 @@ impl<P: HasBodyFingerprint + 'static> Attempt<P> {
                 if outcome == AttemptOutcome::Kept && context.coordinator().full.record_success() {
                     tracing::info!(layer = context.layer(), "the idempotency store has room for responses again");
                 }
-                return context.coordinator().meters().record_attempt(outcome);
+                return context.coordinator().metrics().record_attempt(outcome);
             }
             Err(error) => match &mut settlement {
                 Settlement::Complete { completion, mark } if error.is_out_of_memory() && completion.is_kept => {
@@ -232,7 +232,7 @@ impl<P: HasBodyFingerprint + 'static> Drop for Attempt<P> {
                 let (layer, operation) = (self.context.layer(), self.context.operation());
                 tracing::warn!(layer, %operation, "an execution was dropped: the outcome of its operation is unknown when its lease has ended");
             }
-            self.context.coordinator().meters().record_attempt(AttemptOutcome::Unknown);
+            self.context.coordinator().metrics().record_attempt(AttemptOutcome::Unknown);
         }
         if is_released {
             let target =

@@ -73,7 +73,7 @@ impl<P: HasBodyFingerprint + 'static> BackgroundSettle<P> {
             );
         }
         let outcome = settled.map_or(AttemptOutcome::Unknown, |is_ours| context.outcome(settlement, is_ours));
-        context.coordinator().meters().record_attempt(outcome);
+        context.coordinator().metrics().record_attempt(outcome);
     }
 
     async fn release_claim(&self, until: Instant) {
@@ -123,7 +123,7 @@ impl<P: HasBodyFingerprint + 'static> Drop for BackgroundSettle<P> {
         match self.target {
             SettleTarget::Attempt => {
                 tracing::warn!(layer, %operation, "an operation cannot be settled in the background: its outcome is unknown");
-                self.context.coordinator().meters().record_attempt(AttemptOutcome::Unknown);
+                self.context.coordinator().metrics().record_attempt(AttemptOutcome::Unknown);
             }
             SettleTarget::Claim => {
                 tracing::debug!(layer, %operation, "cannot release a claim in the background: it lasts until its lease ends");

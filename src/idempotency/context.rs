@@ -118,12 +118,15 @@ impl<P: ?Sized> OperationContext<P> {
     /// Stores the progress of the attempt.
     pub(super) async fn checkpoint(
         &self,
-        payload: &BodyFingerprint,
+        body_fingerprint: &BodyFingerprint,
         checkpoint: &Checkpoint,
     ) -> Result<bool, StoreError> {
         let Self { coordinator, operation, claim, .. } = self;
         coordinator.record_result(
-            coordinator.store.checkpoint(operation, claim, payload, checkpoint, coordinator.options().limit).await,
+            coordinator
+                .store
+                .checkpoint(operation, claim, body_fingerprint, checkpoint, coordinator.options().limit)
+                .await,
         )
     }
 }
@@ -198,7 +201,7 @@ impl<P: HasBodyFingerprint + 'static> OperationContext<P> {
             sleep_until(due).await;
             let sent = Instant::now();
             match coordinator.record_result(
-                coordinator.store.renew(operation, claim, &body.payload(), coordinator.options().limit).await,
+                coordinator.store.renew(operation, claim, &body.body_fingerprint(), coordinator.options().limit).await,
             ) {
                 Ok(true) => return Some(sent),
                 Ok(false) => {

@@ -1,6 +1,5 @@
 //! The state that all attempts of a layer share.
 
-use std::error::Error as _;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -9,14 +8,14 @@ use std::time::Duration;
 use tokio::sync::Notify;
 
 use super::erased::DynStore;
-use super::metrics::Meters;
+use super::metrics::Metrics;
 use super::per_scope::PerScope;
 use super::rejection::{Rejection, ScopeBound};
 use super::store::IdempotencyStore;
 use crate::error::{ConfigError, StoreError};
 use crate::key::Key;
 use crate::reach::Reach;
-use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver, OutageTracker};
+use crate::store::circuit::{Circuit, CircuitBreaker, OutageTracker, observe_circuit};
 use crate::store::deadline::DEFAULT_DEADLINE;
 use crate::store::shutdown::{ShutdownReport, ShutdownTarget, Work};
 
@@ -31,7 +30,7 @@ pub(crate) struct Coordinator {
     pub(super) store: Arc<dyn DynStore>,
     options: CoordinatorOptions,
     pub(super) circuit: Circuit,
-    meters: OnceLock<Meters>,
+    metrics: OnceLock<Metrics>,
     // Whether the log has reported that the store has no room for responses.
     pub(super) full: OutageTracker,
     running: AtomicUsize,
@@ -60,31 +59,7 @@ impl Default for CoordinatorOptions {
     }
 }
 
-impl CircuitObserver for Coordinator {
-    fn failed(&self) {
-        self.meters().store_failed();
-    }
-
-    fn opened(&self) {
-        self.meters().circuit(true);
-        let layer = &*self.options.name;
-        tracing::warn!(layer, "idempotency circuit opens: only probes call the store");
-    }
-
-    fn closed(&self) {
-        self.meters().circuit(false);
-        tracing::info!(layer = &*self.options.name, "idempotency circuit closes: all calls reach the store");
-    }
-
-    fn outage_begins(&self, error: &StoreError) {
-        let cause = error.source().map(tracing::field::display);
-        tracing::warn!(layer = &*self.options.name, %error, cause, "idempotency store fails");
-    }
-
-    fn outage_ends(&self) {
-        tracing::info!(layer = &*self.options.name, "idempotency store answers again");
-    }
-}
+observe_circuit!("idempotency", Coordinator, |shared| shared.metrics(), layer = &*shared.options.name);
 
 impl Coordinator {
     pub(crate) fn new(store: impl IdempotencyStore + Send + Sync + 'static) -> Arc<Self> {
@@ -93,13 +68,13 @@ impl Coordinator {
 
     fn over(store: Arc<dyn DynStore>, options: CoordinatorOptions) -> Arc<Self> {
         let [running, waiting, background] = [const { AtomicUsize::new(0) }; 3];
-        let (circuit, meters, full) = (Circuit::new(options.breaker), OnceLock::new(), OutageTracker::for_store());
+        let (circuit, metrics, full) = (Circuit::new(options.breaker), OnceLock::new(), OutageTracker::for_store());
         let [running_per_scope, waiting_per_scope] = [(); 2].map(|()| PerScope::default());
         let coordinator = Arc::new(Self {
             store,
             options,
             circuit,
-            meters,
+            metrics,
             full,
             running,
             running_per_scope,
@@ -131,8 +106,8 @@ impl Coordinator {
         &self.options
     }
 
-    pub(crate) fn meters(&self) -> &Meters {
-        self.meters.get_or_init(|| Meters::new(&self.options.name))
+    pub(crate) fn metrics(&self) -> &Metrics {
+        self.metrics.get_or_init(|| Metrics::new(&self.options.name))
     }
 
     /// Records the result of a store call in the circuit.

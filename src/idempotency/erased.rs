@@ -21,14 +21,14 @@ pub(super) trait DynStore: Send + Sync {
         &'a self,
         operation: &'a Operation,
         claim: &'a Claim,
-        payload: &'a BodyFingerprint,
+        body_fingerprint: &'a BodyFingerprint,
         limit: Duration,
     ) -> Call<'a, bool>;
     fn checkpoint<'a>(
         &'a self,
         operation: &'a Operation,
         claim: &'a Claim,
-        payload: &'a BodyFingerprint,
+        body_fingerprint: &'a BodyFingerprint,
         checkpoint: &'a Checkpoint,
         limit: Duration,
     ) -> Call<'a, bool>;
@@ -64,21 +64,24 @@ impl<S: IdempotencyStore + Send + Sync> DynStore for S {
         &'a self,
         operation: &'a Operation,
         claim: &'a Claim,
-        payload: &'a BodyFingerprint,
+        body_fingerprint: &'a BodyFingerprint,
         limit: Duration,
     ) -> Call<'a, bool> {
-        Box::pin(Deadline::new(IdempotencyStore::renew(self, operation, claim, payload), limit))
+        Box::pin(Deadline::new(IdempotencyStore::renew(self, operation, claim, body_fingerprint), limit))
     }
 
     fn checkpoint<'a>(
         &'a self,
         operation: &'a Operation,
         claim: &'a Claim,
-        payload: &'a BodyFingerprint,
+        body_fingerprint: &'a BodyFingerprint,
         checkpoint: &'a Checkpoint,
         limit: Duration,
     ) -> Call<'a, bool> {
-        Box::pin(Deadline::new(IdempotencyStore::checkpoint(self, operation, claim, payload, checkpoint), limit))
+        Box::pin(Deadline::new(
+            IdempotencyStore::checkpoint(self, operation, claim, body_fingerprint, checkpoint),
+            limit,
+        ))
     }
 
     fn complete<'a>(

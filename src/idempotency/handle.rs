@@ -134,7 +134,7 @@ impl IdempotencyHandle {
         let checkpoint =
             Checkpoint::new(context.next_checkpoint(), step, data.as_ref()).ok_or(CheckpointError::TooLarge)?;
         drop(data);
-        let is_ours = context.checkpoint(&context.body().payload(), &checkpoint).await?;
+        let is_ours = context.checkpoint(&context.body().body_fingerprint(), &checkpoint).await?;
         if is_ours { Ok(()) } else { Err(CheckpointError::Lost) }
     }
 }

@@ -4,7 +4,7 @@ use super::store::BodyFingerprint;
 
 /// The fingerprint of the part of a request body that was read.
 pub(crate) trait HasBodyFingerprint: Send + Sync {
-    fn payload(&self) -> BodyFingerprint;
+    fn body_fingerprint(&self) -> BodyFingerprint;
 
     /// Whether the body matches that of the previous attempt, as far as that attempt has read it.
     fn is_confirmed(&self) -> bool;

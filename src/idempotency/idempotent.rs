@@ -255,24 +255,24 @@ impl Idempotent {
             Ok(ClaimResult::Granted(granted)) => granted,
             Ok(ClaimResult::NotGranted(begun)) => return self.not_executed(begun),
             Err(error) => {
-                self.coordinator.meters().decided(Verdict::FailedClosed);
+                self.coordinator.metrics().decided(Verdict::FailedClosed);
                 return Err(OperationError::Store(error));
             }
         };
         let Granted { attempt, fence, number, checkpoint, .. } = granted;
         let attempt = if self.policy.releases_failures() { attempt.release_on_panic() } else { attempt };
         let handle = IdempotencyHandle::new(Arc::clone(attempt.context()) as _, number, fence, checkpoint);
-        self.coordinator.meters().decided(Verdict::Executed);
+        self.coordinator.metrics().decided(Verdict::Executed);
         let start = attempt.sent();
         let until = self.max_runtime.map(|max_runtime| start + max_runtime.min(FOREVER));
         let result = run_under_lease(&attempt, until, || work(handle)).await;
-        self.coordinator.meters().handled(start);
+        self.coordinator.metrics().handled(start);
         let Some(result) = result else {
             let context = attempt.context();
             let (layer, operation) = (context.layer(), context.operation());
             tracing::warn!(layer, %operation, "an operation was cancelled: its outcome is unknown when its lease has ended");
             attempt.mark_reported();
-            self.coordinator.meters().decided(Verdict::Cancelled);
+            self.coordinator.metrics().decided(Verdict::Cancelled);
             return Err(OperationError::Cancelled);
         };
         let (settlement, done) = match result {
@@ -333,15 +333,15 @@ impl Idempotent {
                 (Verdict::Mismatch, Err(OperationError::Mismatch))
             }
         };
-        self.coordinator.meters().decided(verdict);
+        self.coordinator.metrics().decided(verdict);
         result
     }
 
     fn completed(&self, stored: &Arc<[u8]>) -> Settlement {
         let is_kept = read(stored).is_some_and(|answer| answer.len() <= self.max_response);
         let response = if is_kept { Arc::clone(stored) } else { Arc::from(MARK.as_slice()) };
-        let (payload, retention) = (BodyFingerprint::default(), self.retention);
-        Settlement::Complete { completion: Completion { response, is_kept, payload, retention }, mark: MARK }
+        let (body_fingerprint, retention) = (BodyFingerprint::default(), self.retention);
+        Settlement::Complete { completion: Completion { response, is_kept, body_fingerprint, retention }, mark: MARK }
     }
 }
 
@@ -355,7 +355,7 @@ impl fmt::Debug for Idempotent {
 struct NoBody;
 
 impl HasBodyFingerprint for NoBody {
-    fn payload(&self) -> BodyFingerprint {
+    fn body_fingerprint(&self) -> BodyFingerprint {
         BodyFingerprint::default()
     }
 

@@ -60,7 +60,7 @@ impl Verdict {
     }
 }
 
-pub(crate) use self::imp::Meters;
+pub(crate) use self::imp::Metrics;
 
 #[cfg(feature = "metrics")]
 mod imp {
@@ -100,7 +100,7 @@ mod imp {
     ];
 
     /// The metrics of one layer, registered when the layer is first used.
-    pub(crate) struct Meters {
+    pub(crate) struct Metrics {
         requests: [Counter; VERDICTS.len()],
         attempts: [Counter; OUTCOMES.len()],
         store_errors: Counter,
@@ -109,7 +109,7 @@ mod imp {
         handler_seconds: Histogram,
     }
 
-    impl Meters {
+    impl Metrics {
         pub(crate) fn new(layer: &str) -> Self {
             let name = SharedString::from(Arc::<str>::from(layer));
             let layer = || Label::new("layer", name.clone());
@@ -173,9 +173,9 @@ mod imp {
 
     use super::{AttemptOutcome, Verdict};
 
-    pub(crate) struct Meters;
+    pub(crate) struct Metrics;
 
-    impl Meters {
+    impl Metrics {
         pub(crate) const fn new(_: &str) -> Self {
             Self
         }

@@ -58,17 +58,17 @@ pub trait IdempotencyStore {
     /// Renews the lease of an attempt for its whole time. False if the token no longer holds the operation. An ended lease comes
     /// back if no other attempt has taken over.
     ///
-    /// The payload replaces the stored one, unless the stored one covers more of the body: renewals and checkpoints may arrive
+    /// The body fingerprint replaces the stored one, unless the stored one covers more of the body: renewals and checkpoints may arrive
     /// out of order.
     fn renew(
         &self,
         operation: &Operation,
         claim: &Claim,
-        payload: &BodyFingerprint,
+        body_fingerprint: &BodyFingerprint,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
     /// Stores the progress of an attempt, and renews its lease for its whole time. False if the token no longer holds the
-    /// operation. A checkpoint with a smaller [number](Checkpoint::number) than the stored one changes nothing. The payload is
+    /// operation. A checkpoint with a smaller [number](Checkpoint::number) than the stored one changes nothing. The body fingerprint is
     /// handled as in [`renew`](Self::renew).
     ///
     /// The checkpoint stays until the operation is completed, also after a release. A released operation with a checkpoint can
@@ -77,7 +77,7 @@ pub trait IdempotencyStore {
         &self,
         operation: &Operation,
         claim: &Claim,
-        payload: &BodyFingerprint,
+        body_fingerprint: &BodyFingerprint,
         checkpoint: &Checkpoint,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
@@ -107,7 +107,7 @@ pub trait IdempotencyStore {
     /// is released.
     ///
     /// After that any request can claim the operation, unless it has a checkpoint or was taken over. Then only the same request
-    /// can, for as long as the operation would have been remembered without the release. Its claim returns the stored payload.
+    /// can, for as long as the operation would have been remembered without the release. Its claim returns the stored body fingerprint.
     ///
     /// `claim` is the claim of the attempt. Only its token and its [bound](Claim::bound) matter.
     fn release(&self, operation: &Operation, claim: &Claim) -> impl Future<Output = Result<bool, StoreError>> + Send;
@@ -279,7 +279,7 @@ pub struct Completion {
     /// Whether it is the whole response.
     pub is_kept: bool,
     /// The fingerprint of the body that the handler has read.
-    pub payload: BodyFingerprint,
+    pub body_fingerprint: BodyFingerprint,
     /// How long the result is stored, from [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`].
     pub retention: Duration,
 }
@@ -287,8 +287,8 @@ pub struct Completion {
 impl Completion {
     /// A whole response.
     #[must_use]
-    pub fn new(response: impl Into<Arc<[u8]>>, payload: BodyFingerprint, retention: Duration) -> Self {
-        Self { response: response.into(), is_kept: true, payload, retention }
+    pub fn new(response: impl Into<Arc<[u8]>>, body_fingerprint: BodyFingerprint, retention: Duration) -> Self {
+        Self { response: response.into(), is_kept: true, body_fingerprint, retention }
     }
 }
 
@@ -303,7 +303,7 @@ pub enum Begun {
         /// The number of the attempt, from 1. Earlier attempts count while they are remembered.
         attempt: u32,
         /// The known fingerprint of the body of earlier attempts. The body of this attempt must match it.
-        payload: BodyFingerprint,
+        body_fingerprint: BodyFingerprint,
         /// The last checkpoint of earlier attempts.
         checkpoint: Option<Checkpoint>,
     },
@@ -319,19 +319,19 @@ pub enum Begun {
         /// Until the lease of that attempt ends, unless it is renewed.
         remaining: Duration,
         /// The fingerprint of its body, as far as it is known.
-        payload: BodyFingerprint,
+        body_fingerprint: BodyFingerprint,
     },
     /// The operation was begun, and its lease ended without a result.
     Unknown {
         /// Number of attempts.
         attempt: u32,
         /// The fingerprint of the body of the last attempt, as far as it is known.
-        payload: BodyFingerprint,
+        body_fingerprint: BodyFingerprint,
     },
     /// The operation is completed.
     Completed {
         /// The fingerprint of its body.
-        payload: BodyFingerprint,
+        body_fingerprint: BodyFingerprint,
         /// The stored response.
         answer: Arc<[u8]>,
         /// Whether it is the whole response.

@@ -35,7 +35,7 @@ impl<P: HasBodyFingerprint + 'static> OperationContext<P> {
         let Some(_waiter) = coordinator.register_waiter(self.bounded_scope(), max_waiting) else { return Ok(result) };
         let start = Instant::now();
         let result = Box::pin(wait(Arc::clone(self), result, start + max_wait)).await;
-        coordinator.meters().waited(start.elapsed());
+        coordinator.metrics().waited(start.elapsed());
         Ok(result)
     }
 }

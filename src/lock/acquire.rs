@@ -71,7 +71,7 @@ impl RepeatableAcquisition for OneLock {
         let Self { lock, options, .. } = *self;
         let (shared, position) = (Arc::clone(&self.shared), QueueTicket { is_requeued, ..self.position });
         // Create the metrics before anything can fail that they count.
-        shared.meters();
+        shared.metrics();
         // Not an `async fn`: its future would hold the arguments twice.
         Box::pin(async move { acquire_one(&shared, &lock, &options, start, position).await })
     }
@@ -86,7 +86,7 @@ impl RepeatableAcquisition for OneLock {
 
     fn count(&self, outcome: &Result<Lease, LockError>, start: Instant) {
         let end = outcome.as_ref().map_or_else(|_| Instant::now(), Lease::since);
-        self.shared.meters().record_request(Outcome::of(outcome), end - start);
+        self.shared.metrics().record_request(Outcome::of(outcome), end - start);
     }
 }
 
@@ -159,7 +159,7 @@ pub(super) async fn acquire_one(
     };
     let mut acquisitions: Acquisitions = match wait_for_handoff(shared, lock, options, start, position, true).await? {
         Handoff::Lease(lease) => {
-            shared.meters().handed_over(HandoffKind::Local, lease.since().elapsed());
+            shared.metrics().handed_over(HandoffKind::Local, lease.since().elapsed());
             return Ok(lease);
         }
         Handoff::LeaderPermit(permit) => smallvec![(Acquisition::new(shared, lock, options)?, permit)],
@@ -365,7 +365,7 @@ impl<'a> Retries<'a> {
                 Ok((answers, now)) => match blocking_answer(&answers) {
                     None => {
                         if let Some(notified_at) = self.notified_at {
-                            self.shared.meters().handed_over(HandoffKind::Notified, now - notified_at);
+                            self.shared.metrics().handed_over(HandoffKind::Notified, now - notified_at);
                         }
                         return make_leases(acquisitions, &answers, now).ok_or_else(|| too_late().into());
                     }
@@ -448,7 +448,7 @@ impl<'a> Retries<'a> {
         };
         // After the wait, there is no further call.
         if self.notified_at.is_none() && Instant::now() < self.wait_end {
-            self.shared.meters().polled();
+            self.shared.metrics().polled();
         }
         Ok(())
     }

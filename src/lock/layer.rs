@@ -404,7 +404,7 @@ impl Settings {
         let shared = self.locks.shared();
         let permit = permits.admit(shared);
         if permit.is_none() {
-            shared.meters().record_request(Outcome::Full, Duration::ZERO);
+            shared.metrics().record_request(Outcome::Full, Duration::ZERO);
         }
         permit.map(Some).ok_or(Full)
     }
@@ -414,7 +414,7 @@ impl Settings {
         if self.on_store_error == OnStoreError::Deny {
             return false;
         }
-        self.locks.shared().meters().passed_unprotected();
+        self.locks.shared().metrics().passed_unprotected();
         if self.unprotected.record_failure() {
             let cause = error.source().map(tracing::field::display);
             tracing::warn!(locks = self.locks.name(), %error, cause, "lock store fails: requests pass without a lock");

@@ -237,7 +237,7 @@ impl Lease {
 impl LeaseInner {
     fn release_or_hand_off(&mut self, now: Instant) -> Option<ReleaseTask> {
         self.is_released = true;
-        self.shared.meters().held(now - self.since);
+        self.shared.metrics().held(now - self.since);
         self.shared.record_loss(&self.grant, now);
         // Observers of this grant must see its end before the next holder gets the lease.
         self.grant.notify_waiters();

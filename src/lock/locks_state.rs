@@ -1,4 +1,3 @@
-use std::error::Error;
 use std::future::Future;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -11,11 +10,10 @@ use super::erased::DynStore;
 use super::error::QueueFull;
 use super::local_queues::LocalQueues;
 use super::lock_key::LockKey;
-use super::metrics::Meters;
+use super::metrics::Metrics;
 use super::renewal_schedule::RenewalScheduler;
-use crate::error::StoreError;
 use crate::key::Key;
-use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver};
+use crate::store::circuit::{Circuit, CircuitBreaker, observe_circuit};
 use crate::store::shutdown::{ShutdownReport, Work};
 
 /// The state that all clones of one [`Locks`](super::Locks) and their leases share.
@@ -29,7 +27,7 @@ pub(super) struct LocksState {
     pub(super) is_semaphore: bool,
     // Both are created at first use: the circuit when its settings are known, the metrics when a recorder may be installed.
     circuit: OnceLock<Circuit>,
-    meters: OnceLock<Meters>,
+    metrics: OnceLock<Metrics>,
     // The settings of the circuit breaker.
     breaker: Mutex<CircuitBreaker>,
     // The name of holders, if set.
@@ -58,7 +56,7 @@ impl LocksState {
             renewals: RenewalScheduler::new(),
             is_semaphore,
             circuit: OnceLock::new(),
-            meters: OnceLock::new(),
+            metrics: OnceLock::new(),
             breaker: Mutex::default(),
             holder: RwLock::default(),
             waiters: AtomicUsize::new(0),
@@ -98,8 +96,8 @@ impl LocksState {
         self.holder.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    pub(super) fn meters(&self) -> &Meters {
-        self.meters.get_or_init(|| Meters::new(self.name.as_str()))
+    pub(super) fn metrics(&self) -> &Metrics {
+        self.metrics.get_or_init(|| Metrics::new(self.name.as_str()))
     }
 
     /// Counts a waiter, unless `max` wait already. A waiter that missed a grant was admitted before.
@@ -207,30 +205,7 @@ impl Work for LocksState {
     }
 }
 
-impl CircuitObserver for LocksState {
-    fn failed(&self) {
-        self.meters().store_failed();
-    }
-
-    fn opened(&self) {
-        self.meters().circuit(true);
-        tracing::warn!(locks = self.name.as_str(), "lock circuit opens: only probes call the store");
-    }
-
-    fn closed(&self) {
-        self.meters().circuit(false);
-        tracing::info!(locks = self.name.as_str(), "lock circuit closes: all calls reach the store");
-    }
-
-    fn outage_begins(&self, error: &StoreError) {
-        let cause = error.source().map(tracing::field::display);
-        tracing::warn!(locks = self.name.as_str(), %error, cause, "lock store fails");
-    }
-
-    fn outage_ends(&self) {
-        tracing::info!(locks = self.name.as_str(), "lock store answers again");
-    }
-}
+observe_circuit!("lock", LocksState, |state| state.metrics(), locks = state.name.as_str());
 
 /// Counts a waiter until it is dropped.
 pub(super) struct WaiterGuard<'a>(&'a LocksState);

@@ -10,7 +10,8 @@ pub(super) enum Outcome {
     Granted,
     Busy,
     QueueFull,
-    Refused,
+    /// Any other error: a nested or lost lock, another kind of lock, a shutdown, wrong settings.
+    Other,
     Failed,
     /// The layer already runs its maximum number of requests.
     Full,
@@ -22,7 +23,8 @@ impl Outcome {
         (Self::Granted, "granted"),
         (Self::Busy, "busy"),
         (Self::QueueFull, "queue_full"),
-        (Self::Refused, "refused"),
+        // The label is public.
+        (Self::Other, "refused"),
         (Self::Failed, "failed"),
         (Self::Full, "full"),
     ];
@@ -33,7 +35,7 @@ impl Outcome {
             Err(LockError::Busy(_)) => Self::Busy,
             Err(LockError::QueueFull(_)) => Self::QueueFull,
             Err(LockError::Store(_) | LockError::NotReplicated(_)) => Self::Failed,
-            Err(_) => Self::Refused,
+            Err(_) => Self::Other,
         }
     }
 }
@@ -51,7 +53,7 @@ pub(super) enum HandoffKind {
     Notified,
 }
 
-pub(super) use self::imp::Meters;
+pub(super) use self::imp::Metrics;
 
 #[cfg(feature = "metrics")]
 mod imp {
@@ -64,7 +66,7 @@ mod imp {
     use crate::meter::{Counter, Gauge, Histogram, counter, gauge, histogram};
 
     /// The metrics of one [`Locks`](crate::Locks), registered at first use.
-    pub(in crate::lock) struct Meters {
+    pub(in crate::lock) struct Metrics {
         requests: [Counter; Outcome::ALL.len()],
         wait: Histogram,
         hold_time: Histogram,
@@ -78,7 +80,7 @@ mod imp {
         handlers: Gauge,
     }
 
-    impl Meters {
+    impl Metrics {
         pub(in crate::lock) fn new(name: &str) -> Self {
             let name = SharedString::from(Arc::<str>::from(name));
             let locks = || Label::new("locks", name.clone());
@@ -154,9 +156,9 @@ mod imp {
 
     use super::{HandoffKind, LossReason, Outcome};
 
-    pub(in crate::lock) struct Meters;
+    pub(in crate::lock) struct Metrics;
 
-    impl Meters {
+    impl Metrics {
         pub(in crate::lock) const fn new(_: &str) -> Self {
             Self
         }

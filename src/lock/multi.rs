@@ -163,7 +163,7 @@ impl RepeatableAcquisition for AllLocks {
         let (shared, locks, options) = (Arc::clone(&self.shared), self.locks.clone(), self.options);
         let (wait_end, position) = (after(start, self.wait), QueueTicket { is_requeued, ..self.position });
         // Create the metrics before anything can fail that they count.
-        shared.meters();
+        shared.metrics();
         Box::pin(async move { MultiLease::take(&shared, &locks, options, wait_end, position).await })
     }
 
@@ -180,7 +180,7 @@ impl RepeatableAcquisition for AllLocks {
 
     fn count(&self, outcome: &Result<MultiLease, LockError>, start: Instant) {
         if !self.locks.is_empty() {
-            self.shared.meters().record_request(Outcome::of(outcome), start.elapsed());
+            self.shared.metrics().record_request(Outcome::of(outcome), start.elapsed());
         }
     }
 }

@@ -183,7 +183,7 @@ impl LocksState {
     pub(super) fn record_loss(&self, grant: &Grant, now: Instant) {
         if let Some(reason) = grant.record_loss(now) {
             tracing::warn!(lock = %grant.lock(), ?reason, "lock lost");
-            self.meters().lost(reason);
+            self.metrics().lost(reason);
         }
     }
 
@@ -217,7 +217,7 @@ impl LocksState {
                         jittered(pause)
                     };
                     grant.record_failed_renewal(now, answers.is_err_and(StoreError::is_refusal), pause);
-                    self.meters().renewal_failed();
+                    self.metrics().renewal_failed();
                     tracing::debug!(lock = %grant.lock(), "a renewal failed: trying again while the lease lasts");
                 }
             }

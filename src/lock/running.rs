@@ -21,7 +21,7 @@ impl RunningPermits {
     pub(super) fn admit(&self, shared: &Arc<LocksState>) -> Option<RunningPermit> {
         let add = |in_use| (in_use < self.max).then_some(in_use + 1);
         self.in_use.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).ok()?;
-        shared.meters().handlers(1.0);
+        shared.metrics().handlers(1.0);
         Some(RunningPermit(Arc::new(InUse { in_use: Arc::clone(&self.in_use), shared: Arc::clone(shared) })))
     }
 }
@@ -38,6 +38,6 @@ struct InUse {
 impl Drop for InUse {
     fn drop(&mut self) {
         self.in_use.fetch_sub(1, Ordering::Relaxed);
-        self.shared.meters().handlers(-1.0);
+        self.shared.metrics().handlers(-1.0);
     }
 }

@@ -16,7 +16,7 @@ use super::lease::Lease;
 use super::lock_key::LockKey;
 use super::locks::{LockRequest, Locks, unless_lost};
 use super::locks_state::LocksState;
-use super::metrics::{Meters, Outcome};
+use super::metrics::{Metrics, Outcome};
 use super::options::AcquireOptions;
 use super::release_outcome::ReleaseOutcome;
 use super::run_error::{RunError, run_result};
@@ -179,8 +179,8 @@ struct AnySegment {
 }
 
 impl AnySegment {
-    fn meters(&self) -> &Meters {
-        self.shared().meters()
+    fn metrics(&self) -> &Metrics {
+        self.shared().metrics()
     }
 }
 
@@ -198,7 +198,7 @@ impl RepeatableAcquisition for AnySegment {
 
     fn begin(&mut self, start: Instant, _: bool) -> Call<Result<Segment, LockError>> {
         // Create the metrics before anything can fail that they count. Single tries do not count.
-        self.meters();
+        self.metrics();
         let (segmented, wait, candidates) = (self.segmented.clone(), self.wait, self.candidates.clone());
         Box::pin(async move { take_any(&segmented, start, wait, candidates).await })
     }
@@ -213,7 +213,7 @@ impl RepeatableAcquisition for AnySegment {
 
     fn count(&self, outcome: &Result<Segment, LockError>, start: Instant) {
         let end = outcome.as_ref().map_or_else(|_| Instant::now(), |segment| segment.lease.since());
-        self.meters().record_request(Outcome::of(outcome), end - start);
+        self.metrics().record_request(Outcome::of(outcome), end - start);
     }
 }
 

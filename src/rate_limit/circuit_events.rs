@@ -5,33 +5,10 @@ use std::error::Error;
 use super::layer_config::LayerConfig;
 use super::policy::Policy;
 use crate::error::StoreError;
-use crate::store::circuit::CircuitObserver;
+use crate::store::circuit::{CircuitObserver, observe_circuit};
 
-/// Reports a store that fails in calls about this policy.
-impl CircuitObserver for Policy {
-    fn failed(&self) {
-        self.meters().store_failed();
-    }
-
-    fn opened(&self) {
-        self.meters().circuit_opened();
-        tracing::warn!(policy = self.name(), "rate limit circuit opens: only probes call the store");
-    }
-
-    fn closed(&self) {
-        self.meters().circuit_closed();
-        tracing::info!(policy = self.name(), "rate limit circuit closes: all calls reach the store");
-    }
-
-    fn outage_begins(&self, error: &StoreError) {
-        let cause = error.source().map(tracing::field::display);
-        tracing::warn!(policy = self.name(), %error, cause, "rate limit store fails");
-    }
-
-    fn outage_ends(&self) {
-        tracing::info!(policy = self.name(), "rate limit store answers again");
-    }
-}
+// Reports a store that fails in calls about this policy.
+observe_circuit!("rate limit", Policy, |policy| policy.metrics(), policy = policy.name());
 
 /// Reports the same for a layer, with the fallback that it applies.
 impl<B> CircuitObserver for LayerConfig<B> {

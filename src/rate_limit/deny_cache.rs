@@ -147,7 +147,7 @@ impl<S> DenyCache<S> {
         if let Some(denial) = known {
             let decision = denial.decision.later(now - denial.received_at);
             shard.state.hits += 1;
-            policy.meters().deny_cache_looked_up(true);
+            policy.metrics().deny_cache_looked_up(true);
             return Ok(decision);
         }
         Err(Miss { location, called_at: now, changes: shard.state.changes })
@@ -166,7 +166,7 @@ impl<S> DenyCache<S> {
     /// Counts a store call.
     fn missed(&self, policy: &Policy, miss: &Miss) {
         self.denials.lock(miss.location).state.misses += 1;
-        policy.meters().deny_cache_looked_up(false);
+        policy.metrics().deny_cache_looked_up(false);
     }
 
     fn missed_all(&self, requests: &[Request], misses: &[Miss]) {

@@ -278,7 +278,7 @@ impl Adjustment {
 impl Drop for Adjustment {
     fn drop(&mut self) {
         let Self { policy, change, outcome, .. } = self;
-        policy.meters().settled(matches!(outcome, Some(Ok(()))));
+        policy.metrics().settled(matches!(outcome, Some(Ok(()))));
         let error = match outcome {
             Some(Ok(())) => return,
             Some(Err(error)) => Some(tracing::field::display(error)),

@@ -7,7 +7,7 @@ use tokio::time::{Instant, sleep};
 
 use super::decision::{Decision, Receipt};
 use super::handle::Adjustment;
-use super::metrics::{Meters, Verdict};
+use super::metrics::{Metrics, Verdict};
 use super::policy::Policy;
 use super::record::{count_allowed, record};
 use super::store::{Charged, RateLimitStore};
@@ -168,7 +168,7 @@ impl<B: RateLimitStore> Limiter<B> {
             // Boxed, so that the future of a check stays small. Most checks return at once.
             None => {
                 let result = Box::pin(self.call_store(Box::pin(self.store.check(&self.policy, &key, cost)))).await;
-                result.inspect_err(|_| self.policy.meters().decided(Verdict::FailedClosed))?
+                result.inspect_err(|_| self.policy.metrics().decided(Verdict::FailedClosed))?
             }
         };
         if !decision.is_allowed() {
@@ -332,14 +332,14 @@ impl<B: RateLimitStore> Limiter<B> {
         let mut start = None;
         let result = poll_fn(|cx| {
             let result = call.as_mut().poll(cx);
-            if Meters::COUNT && result.is_pending() {
+            if Metrics::COUNT && result.is_pending() {
                 start.get_or_insert_with(Instant::now);
             }
             result
         })
         .await;
         if let Some(start) = start {
-            self.policy.meters().record_call_time(start.elapsed());
+            self.policy.metrics().record_call_time(start.elapsed());
         }
         self.circuit.record(&self.policy, &result);
         result

@@ -63,7 +63,7 @@ pub(crate) enum Leased {
     Expired,
 }
 
-pub(crate) use self::imp::Meters;
+pub(crate) use self::imp::Metrics;
 
 #[cfg(feature = "metrics")]
 mod imp {
@@ -77,21 +77,20 @@ mod imp {
     use crate::meter::{Counter, Histogram, counter, histogram};
 
     /// The metrics of one policy, registered when the policy is first used.
-    pub(crate) struct Meters {
+    pub(crate) struct Metrics {
         decisions: [Counter; Verdict::ALL.len()],
         near_limit: Counter,
         store_seconds: Histogram,
         wait_seconds: Histogram,
         store_errors: Counter,
         resolver_errors: Counter,
-        circuit_opened: Counter,
-        circuit_closed: Counter,
+        circuit: [Counter; 2],
         settlements: [Counter; 2],
         leased_units: [Counter; 3],
         cached_denials: [Counter; 2],
     }
 
-    impl Meters {
+    impl Metrics {
         /// Whether metrics are recorded.
         pub(crate) const COUNT: bool = true;
 
@@ -111,8 +110,7 @@ mod imp {
                 wait_seconds: histogram!("tollgate_wait_seconds", vec![policy()]),
                 store_errors: counter!("tollgate_store_errors_total", vec![policy()]),
                 resolver_errors: counter!("tollgate_resolver_errors_total", vec![policy()]),
-                circuit_opened: circuit("open"),
-                circuit_closed: circuit("closed"),
+                circuit: [circuit("open"), circuit("closed")],
                 settlements: [settled("done"), settled("lost")],
                 leased_units: [leased("drawn"), leased("given_back"), leased("expired")],
                 cached_denials: [cached("hit"), cached("miss")],
@@ -143,12 +141,8 @@ mod imp {
             self.resolver_errors.increment(1);
         }
 
-        pub(crate) fn circuit_opened(&self) {
-            self.circuit_opened.increment(1);
-        }
-
-        pub(crate) fn circuit_closed(&self) {
-            self.circuit_closed.increment(1);
+        pub(crate) fn circuit(&self, is_open: bool) {
+            self.circuit[usize::from(!is_open)].increment(1);
         }
 
         pub(crate) fn settled(&self, done: bool) {
@@ -164,9 +158,9 @@ mod imp {
         }
     }
 
-    impl fmt::Debug for Meters {
+    impl fmt::Debug for Metrics {
         fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.debug_struct("Meters").finish_non_exhaustive()
+            f.debug_struct("Metrics").finish_non_exhaustive()
         }
     }
 }
@@ -178,9 +172,9 @@ mod imp {
     use super::{Leased, Verdict};
 
     #[derive(Debug)]
-    pub(crate) struct Meters;
+    pub(crate) struct Metrics;
 
-    impl Meters {
+    impl Metrics {
         pub(crate) const COUNT: bool = false;
 
         pub(crate) const fn new(_: &str) -> Self {
@@ -199,9 +193,7 @@ mod imp {
 
         pub(crate) fn resolver_failed(&self) {}
 
-        pub(crate) fn circuit_opened(&self) {}
-
-        pub(crate) fn circuit_closed(&self) {}
+        pub(crate) fn circuit(&self, _: bool) {}
 
         pub(crate) fn settled(&self, _: bool) {}
 

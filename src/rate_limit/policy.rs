@@ -7,7 +7,7 @@ use std::sync::{Arc, LazyLock, OnceLock};
 
 use super::algorithm::LimitParams;
 use super::decision::Decision;
-use super::metrics::Meters;
+use super::metrics::Metrics;
 use super::quota::{Algorithm, Limit, QuotaChange};
 use crate::key::Key;
 
@@ -46,7 +46,7 @@ struct Inner {
     counts_hash: u64,
     // Created when first needed.
     share: OnceLock<(u32, Policy)>,
-    meters: OnceLock<Meters>,
+    metrics: OnceLock<Metrics>,
     #[cfg(feature = "redis")]
     encoded: OnceLock<EncodedLimits>,
     #[cfg(feature = "http")]
@@ -184,7 +184,7 @@ impl Policy {
             shape,
             spec,
             share: OnceLock::new(),
-            meters: OnceLock::new(),
+            metrics: OnceLock::new(),
             #[cfg(feature = "redis")]
             encoded: OnceLock::new(),
             #[cfg(feature = "http")]
@@ -285,8 +285,8 @@ impl Policy {
 
     /// The metrics of the policy.
     #[inline]
-    pub(crate) fn meters(&self) -> &Meters {
-        self.inner.meters.get_or_init(|| Meters::new(self.name()))
+    pub(crate) fn metrics(&self) -> &Metrics {
+        self.inner.metrics.get_or_init(|| Metrics::new(self.name()))
     }
 
     /// Whether two policies share their counts.

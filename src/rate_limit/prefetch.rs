@@ -388,13 +388,13 @@ impl<S> QuotaPrefetch<S> {
         let (slot, state) = shard.get_with_state(refill.location, &refill.policy, &refill.key);
         state.stats.draws += 1;
         state.stats.drawn += units;
-        refill.policy.meters().leased(Leased::Drawn, units);
+        refill.policy.metrics().leased(Leased::Drawn, units);
         state.stats.handed_out += cost;
         let rest = units - cost;
         let Some(slot) = slot.filter(|slot| Arc::ptr_eq(&slot.refill_done, &refill.refill_done)) else {
             // The key was reset, blocked or evicted meanwhile.
             state.stats.expired += rest;
-            refill.policy.meters().leased(Leased::Expired, rest);
+            refill.policy.metrics().leased(Leased::Expired, rest);
             return (decision, 0);
         };
         slot.update_room(called_at, &decision);
@@ -455,7 +455,7 @@ impl ShardState {
     fn record_expired(&mut self, policy: &Policy, lease: Option<Lease>) {
         if let Some(lease) = lease {
             self.stats.expired += lease.left;
-            policy.meters().leased(Leased::Expired, lease.left);
+            policy.metrics().leased(Leased::Expired, lease.left);
         }
     }
 }
@@ -569,7 +569,7 @@ impl<S: RateLimitStore + Send + Sync + 'static> Refill<S> {
                 let repaid = prefetch.return_units(location, &key, receipt, ReturnGuard { policy, units: rest });
                 let _ = timeout(prefetch.background_timeout(), repaid).await;
             }
-            _ => policy.meters().leased(Leased::Expired, rest),
+            _ => policy.metrics().leased(Leased::Expired, rest),
         }
     }
 }
@@ -590,8 +590,8 @@ impl<S> Drop for Refill<S> {
             state.stats.draws += 1;
             state.stats.drawn += self.requested;
             state.stats.expired += self.requested;
-            self.policy.meters().leased(Leased::Drawn, self.requested);
-            self.policy.meters().leased(Leased::Expired, self.requested);
+            self.policy.metrics().leased(Leased::Drawn, self.requested);
+            self.policy.metrics().leased(Leased::Expired, self.requested);
         }
         drop(shard);
         self.refill_done.notify_waiters();
@@ -606,7 +606,7 @@ struct ReturnGuard {
 
 impl Drop for ReturnGuard {
     fn drop(&mut self) {
-        self.policy.meters().leased(Leased::Expired, self.units);
+        self.policy.metrics().leased(Leased::Expired, self.units);
     }
 }
 
@@ -708,7 +708,7 @@ impl<S: RateLimitStore + Send + Sync + 'static> QuotaPrefetch<S> {
         let units = guard.units;
         if self.store.settle(&guard.policy, key, receipt, -as_change(units)).await.is_ok() {
             guard.units = 0;
-            guard.policy.meters().leased(Leased::GivenBack, units);
+            guard.policy.metrics().leased(Leased::GivenBack, units);
             let stats = &mut self.slots.lock(location).state.stats;
             stats.expired -= units;
             stats.given_back += units;

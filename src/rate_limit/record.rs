@@ -1,14 +1,14 @@
 //! Records a decision in metrics and the log.
 
 use super::decision::Decision;
-use super::metrics::{Meters, Verdict};
+use super::metrics::{Metrics, Verdict};
 use super::policy::Policy;
 
 /// Records a decision, and returns whether its policy lets the request pass.
 #[inline]
 pub(super) fn record(policy: &Policy, decision: &Decision, enforced: bool, local: bool, cost: u64) -> bool {
     if decision.is_allowed() {
-        if Meters::COUNT {
+        if Metrics::COUNT {
             let verdict = if local { Verdict::LocalAllowed } else { Verdict::Allowed };
             count_allowed(policy, verdict, decision.is_near_limit());
         }
@@ -26,7 +26,7 @@ fn record_denial(policy: &Policy, decision: &Decision, enforced: bool, local: bo
         (true, true) => Verdict::LocalLimited,
         (true, false) => Verdict::of(decision.outcome()),
     };
-    policy.meters().decided(verdict);
+    policy.metrics().decided(verdict);
     tracing::debug!(
         policy = policy.name(),
         verdict = verdict.name(),
@@ -38,8 +38,8 @@ fn record_denial(policy: &Policy, decision: &Decision, enforced: bool, local: bo
 
 #[inline]
 pub(super) fn count_allowed(policy: &Policy, verdict: Verdict, is_near_limit: bool) {
-    policy.meters().decided(verdict);
+    policy.metrics().decided(verdict);
     if is_near_limit {
-        policy.meters().near_limit();
+        policy.metrics().near_limit();
     }
 }

@@ -93,7 +93,7 @@ where
             FilterAction::Limit => {}
             FilterAction::Bypass => return self.pass(request),
             FilterAction::Deny => {
-                settings.core.policy.meters().decided(Verdict::Denied);
+                settings.core.policy.metrics().decided(Verdict::Denied);
                 return self.reject(DescriptorList::default(), Rejection::Denied(Denied));
             }
         }
@@ -266,11 +266,11 @@ impl<B, K, O> Settings<B, K, O> {
         match self.core.on_missing_key {
             OnMissingKey::Pass => Ok(None),
             OnMissingKey::Reject if !policy.is_enforced_without_key() => {
-                policy.meters().decided(Verdict::Shadow);
+                policy.metrics().decided(Verdict::Shadow);
                 Ok(None)
             }
             OnMissingKey::Reject => {
-                policy.meters().decided(Verdict::MissingKey);
+                policy.metrics().decided(Verdict::MissingKey);
                 Err(Rejection::MissingKey(MissingKey::new()))
             }
         }

@@ -419,7 +419,7 @@ impl Waiter {
 
 impl Drop for Waiter {
     fn drop(&mut self) {
-        self.queue_key.policy.meters().waited(self.since.elapsed());
+        self.queue_key.policy.metrics().waited(self.since.elapsed());
         let mut queues = self.queues.queues();
         self.queues.waiter_count.fetch_sub(1, Ordering::Release);
         if let Entry::Occupied(mut queue) = queues.entry(self.queue_key.clone()) {

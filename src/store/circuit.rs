@@ -1,11 +1,13 @@
 use std::error::Error;
 use std::fmt;
+use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::deadline::{Deadline, require_nonzero_deadline};
 use crate::error::StoreError;
 
 /// When a layer or a client stops calling a failing store, and how often it probes the store.
@@ -71,6 +73,46 @@ pub(crate) trait CircuitObserver {
 
 /// Ignores all events.
 impl CircuitObserver for () {}
+
+/// Implements [`CircuitObserver`] for the client of a capability: it counts the events in the client's metrics, and logs them with the name of
+/// the client in a field.
+///
+/// A macro, since `tracing` needs the name of a field and the message at compile time.
+macro_rules! observe_circuit {
+    ($capability:literal, $type:ty, |$client:ident| $metrics:expr, $field:ident = $($name:tt)+) => {
+        impl $crate::store::circuit::CircuitObserver for $type {
+            fn failed(&self) {
+                let $client = self;
+                $metrics.store_failed();
+            }
+
+            fn opened(&self) {
+                let $client = self;
+                $metrics.circuit(true);
+                tracing::warn!($field = $($name)+, concat!($capability, " circuit opens: only probes call the store"));
+            }
+
+            fn closed(&self) {
+                let $client = self;
+                $metrics.circuit(false);
+                tracing::info!($field = $($name)+, concat!($capability, " circuit closes: all calls reach the store"));
+            }
+
+            fn outage_begins(&self, error: &$crate::error::StoreError) {
+                let $client = self;
+                let cause = ::std::error::Error::source(error).map(tracing::field::display);
+                tracing::warn!($field = $($name)+, %error, cause, concat!($capability, " store fails"));
+            }
+
+            fn outage_ends(&self) {
+                let $client = self;
+                tracing::info!($field = $($name)+, concat!($capability, " store answers again"));
+            }
+        }
+    };
+}
+
+pub(crate) use observe_circuit;
 
 /// Whether an outage is in progress and logged.
 #[derive(Debug)]
@@ -175,6 +217,30 @@ impl Circuit {
     /// Whether a call failed because the circuit was open.
     pub(crate) fn is_cause_of(error: &StoreError) -> bool {
         error.source().is_some_and(<dyn Error>::is::<CircuitOpen>)
+    }
+
+    /// Makes a call within the deadline, unless the circuit is open.
+    pub(crate) async fn call<T>(
+        &self,
+        observer: &impl CircuitObserver,
+        deadline: Duration,
+        call: impl Future<Output = Result<T, StoreError>>,
+    ) -> Result<T, StoreError> {
+        self.admit()?;
+        self.call_always(observer, deadline, call).await
+    }
+
+    /// Makes a call within the deadline, also while the circuit is open.
+    pub(crate) async fn call_always<T>(
+        &self,
+        observer: &impl CircuitObserver,
+        deadline: Duration,
+        call: impl Future<Output = Result<T, StoreError>>,
+    ) -> Result<T, StoreError> {
+        require_nonzero_deadline(deadline)?;
+        let result = Deadline::new(call, deadline).await;
+        self.record(observer, &result);
+        result
     }
 
     /// Records the result of a call.

@@ -454,19 +454,21 @@ impl<S: IdempotencyStore + Sync> IdempotencyStore for FaultStore<S> {
         &self,
         operation: &Operation,
         claim: &idempotency::store::Claim,
-        payload: &BodyFingerprint,
+        body_fingerprint: &BodyFingerprint,
     ) -> Result<bool, StoreError> {
-        self.faults.around(Verb::Renew, self.inner.renew(operation, claim, payload)).await
+        self.faults.around(Verb::Renew, self.inner.renew(operation, claim, body_fingerprint)).await
     }
 
     async fn checkpoint(
         &self,
         operation: &Operation,
         claim: &idempotency::store::Claim,
-        payload: &BodyFingerprint,
+        body_fingerprint: &BodyFingerprint,
         checkpoint: &Checkpoint,
     ) -> Result<bool, StoreError> {
-        self.faults.around(Verb::Checkpoint, self.inner.checkpoint(operation, claim, payload, checkpoint)).await
+        self.faults
+            .around(Verb::Checkpoint, self.inner.checkpoint(operation, claim, body_fingerprint, checkpoint))
+            .await
     }
 
     async fn complete(

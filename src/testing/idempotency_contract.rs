@@ -30,12 +30,12 @@ fn claim(lease: Duration) -> Claim {
     Claim { token, head, lease, retention: LONG, takes_over: false, bound: None }
 }
 
-fn payload(len: u64) -> BodyFingerprint {
+fn body_fingerprint(len: u64) -> BodyFingerprint {
     BodyFingerprint { len, is_whole: Some(true), digest: Digest([9; 16]) }
 }
 
 fn completion(answer: &[u8]) -> Completion {
-    Completion { response: answer.into(), is_kept: true, payload: payload(3), retention: LONG }
+    Completion { response: answer.into(), is_kept: true, body_fingerprint: body_fingerprint(3), retention: LONG }
 }
 
 /// Begins a free operation. Returns the fence and the number of the attempt.
@@ -60,9 +60,9 @@ pub async fn operation_is_granted_once<S: IdempotencyStore>(store: S) {
     assert_eq!(attempt, 1);
     for _ in 0..3 {
         match begin(&store, &operation("a")).await {
-            Begun::InFlight { remaining, payload } => {
+            Begun::InFlight { remaining, body_fingerprint } => {
                 assert!(remaining <= LONG && remaining > LONG / 2, "{remaining:?}");
-                assert_eq!(payload, BodyFingerprint::default());
+                assert_eq!(body_fingerprint, BodyFingerprint::default());
             }
             begun => panic!("{begun:?}"),
         }
@@ -109,7 +109,8 @@ pub async fn immediate_reply_is_correct<S: IdempotencyStore>(store: S) {
             assert!(store.complete(&operation, &claim.token, &completion(b"first")).await.unwrap());
         }
     }
-    let expected = Begun::Completed { payload: payload(3), answer: b"first".as_slice().into(), is_kept: true };
+    let expected =
+        Begun::Completed { body_fingerprint: body_fingerprint(3), answer: b"first".as_slice().into(), is_kept: true };
     assert_eq!(begin(&store, &operation).await, expected);
     if let Some(again) = store.try_begin(&operation, &claim) {
         assert_eq!(again.unwrap(), expected);
@@ -125,7 +126,7 @@ pub async fn response_is_stored_unchanged<S: IdempotencyStore>(store: S) {
         for _ in 0..2 {
             assert!(store.complete(&operation, &claim.token, &completion(answer)).await.unwrap());
         }
-        let expected = Begun::Completed { payload: payload(3), answer: answer.into(), is_kept: true };
+        let expected = Begun::Completed { body_fingerprint: body_fingerprint(3), answer: answer.into(), is_kept: true };
         for _ in 0..2 {
             assert_eq!(begin(&store, &operation).await, expected);
         }
@@ -141,7 +142,10 @@ pub async fn omitted_response_leaves_a_mark<S: IdempotencyStore>(store: S) {
     assert!(store.complete(&operation("a"), &claim.token, &mark).await.unwrap());
     let again = Claim { takes_over: true, ..self::claim(LONG) };
     let begun = store.begin(&operation("a"), &again).await.unwrap();
-    assert_eq!(begun, Begun::Completed { payload: payload(3), answer: (*b"200").into(), is_kept: false });
+    assert_eq!(
+        begun,
+        Begun::Completed { body_fingerprint: body_fingerprint(3), answer: (*b"200").into(), is_kept: false }
+    );
 }
 
 /// Another head is a mismatch in each state, also after the response was stored. A mismatch does not remove the response.
@@ -155,7 +159,7 @@ pub async fn different_request_is_a_mismatch_in_every_state<S: IdempotencyStore>
     mismatch("in flight").await;
     sleep(SHORT + SHORT / 3).await;
     mismatch("outcome unknown").await;
-    assert!(store.renew(&operation("a"), &first, &payload(1)).await.unwrap());
+    assert!(store.renew(&operation("a"), &first, &body_fingerprint(1)).await.unwrap());
     mismatch("renewed").await;
     assert!(store.complete(&operation("a"), &first.token, &completion(b"x")).await.unwrap());
     mismatch("completed").await;
@@ -169,7 +173,7 @@ pub async fn live_attempt_is_never_taken_over<S: IdempotencyStore>(store: S) {
     take(&store, &operation("a"), &first).await;
     for _ in 0..6 {
         sleep(SHORT / 2).await;
-        assert!(store.renew(&operation("a"), &first, &payload(1)).await.unwrap());
+        assert!(store.renew(&operation("a"), &first, &body_fingerprint(1)).await.unwrap());
         let thief = Claim { takes_over: true, ..claim(LONG) };
         let begun = store.begin(&operation("a"), &thief).await.unwrap();
         assert!(is_in_flight(&begun), "{begun:?}");
@@ -192,7 +196,7 @@ pub async fn completed_operation_is_never_taken_over<S: IdempotencyStore>(store:
     }
     assert!(store.complete(&operation("a"), &first.token, &completion(b"other")).await.unwrap(), "it is completed");
     assert!(!store.complete(&operation("a"), &late.token, &completion(b"late")).await.unwrap());
-    assert!(!store.renew(&operation("a"), &first, &payload(1)).await.unwrap());
+    assert!(!store.renew(&operation("a"), &first, &body_fingerprint(1)).await.unwrap());
     assert!(!store.release(&operation("a"), &first).await.unwrap());
     match begin(&store, &operation("a")).await {
         Begun::Completed { answer, .. } => assert_eq!(*answer, *b"first"),
@@ -212,7 +216,7 @@ pub async fn superseded_attempt_changes_nothing<S: IdempotencyStore>(store: S) {
     let second = Claim { takes_over: true, ..claim(LONG) };
     let (next, attempt) = take(&store, &operation("a"), &second).await;
     assert!(next > fence && attempt == 2, "{next} after {fence}, attempt {attempt}");
-    assert!(!store.renew(&operation("a"), &first, &payload(1)).await.unwrap());
+    assert!(!store.renew(&operation("a"), &first, &body_fingerprint(1)).await.unwrap());
     assert!(!store.complete(&operation("a"), &first.token, &completion(b"late")).await.unwrap());
     assert!(!store.release(&operation("a"), &first).await.unwrap());
     assert!(is_in_flight(&store.begin(&operation("a"), &first).await.unwrap()));
@@ -229,9 +233,9 @@ pub async fn late_renewal_succeeds_without_a_takeover<S: IdempotencyStore>(store
     take(&store, &operation("a"), &first).await;
     sleep(Claim::MIN_LEASE * 3).await;
     let long = Claim { lease: LONG, ..first };
-    assert!(store.renew(&operation("a"), &long, &payload(77)).await.unwrap());
+    assert!(store.renew(&operation("a"), &long, &body_fingerprint(77)).await.unwrap());
     match begin(&store, &operation("a")).await {
-        Begun::InFlight { payload: known, .. } => assert_eq!(known, payload(77)),
+        Begun::InFlight { body_fingerprint: known, .. } => assert_eq!(known, body_fingerprint(77)),
         begun => panic!("{begun:?}"),
     }
 }
@@ -248,7 +252,7 @@ pub async fn released_operation_begins_again<S: IdempotencyStore>(store: S) {
         for _ in 0..2 {
             assert!(store.release(&operation("a"), &claim).await.unwrap());
         }
-        assert!(!store.renew(&operation("a"), &claim, &payload(1)).await.unwrap());
+        assert!(!store.renew(&operation("a"), &claim, &body_fingerprint(1)).await.unwrap());
         assert!(!store.complete(&operation("a"), &claim.token, &completion(b"x")).await.unwrap());
         assert!(is_in_flight(&store.begin(&operation("a"), &claim).await.unwrap()), "not with the same token");
     }
@@ -268,29 +272,38 @@ pub async fn early_release_cancels_a_late_claim<S: IdempotencyStore>(store: S) {
 pub async fn next_attempt_finds_the_checkpoint<S: IdempotencyStore>(store: S) {
     let note = |number| Checkpoint::new(number, "charged", &[0, number as u8, 255]).unwrap();
     let granted = async |claim: &Claim| match store.begin(&operation("a"), claim).await.unwrap() {
-        Begun::Granted { attempt, payload, checkpoint, .. } => (attempt, payload, checkpoint),
+        Begun::Granted { attempt, body_fingerprint, checkpoint, .. } => (attempt, body_fingerprint, checkpoint),
         begun => panic!("{begun:?}"),
     };
     let first = Claim { lease: Claim::MIN_LEASE, ..claim(LONG) };
     assert_eq!(granted(&first).await, (1, BodyFingerprint::default(), None));
     for number in 1..3 {
-        assert!(store.checkpoint(&operation("a"), &first, &payload(5), &note(number)).await.unwrap());
+        assert!(store.checkpoint(&operation("a"), &first, &body_fingerprint(5), &note(number)).await.unwrap());
     }
     sleep(Claim::MIN_LEASE * 3).await;
     assert!(matches!(begin(&store, &operation("a")).await, Begun::Unknown { attempt: 1, .. }));
     let second = Claim { takes_over: true, ..claim(LONG) };
     for _ in 0..2 {
-        assert_eq!(granted(&second).await, (2, payload(5), Some(note(2))));
+        assert_eq!(granted(&second).await, (2, body_fingerprint(5), Some(note(2))));
     }
-    assert!(!store.checkpoint(&operation("a"), &first, &payload(5), &note(9)).await.unwrap(), "it was taken over");
-    assert!(store.renew(&operation("a"), &second, &payload(5)).await.unwrap());
+    assert!(
+        !store.checkpoint(&operation("a"), &first, &body_fingerprint(5), &note(9)).await.unwrap(),
+        "it was taken over"
+    );
+    assert!(store.renew(&operation("a"), &second, &body_fingerprint(5)).await.unwrap());
     assert!(store.release(&operation("a"), &second).await.unwrap());
-    assert!(!store.checkpoint(&operation("a"), &second, &payload(5), &note(9)).await.unwrap(), "it was released");
+    assert!(
+        !store.checkpoint(&operation("a"), &second, &body_fingerprint(5), &note(9)).await.unwrap(),
+        "it was released"
+    );
     let third = claim(LONG);
-    assert_eq!(granted(&third).await, (3, payload(5), Some(note(2))));
+    assert_eq!(granted(&third).await, (3, body_fingerprint(5), Some(note(2))));
     assert!(store.complete(&operation("a"), &third.token, &completion(b"x")).await.unwrap());
-    assert!(!store.checkpoint(&operation("a"), &third, &payload(5), &note(9)).await.unwrap(), "it was completed");
-    let expected = Begun::Completed { payload: payload(3), answer: (*b"x").into(), is_kept: true };
+    assert!(
+        !store.checkpoint(&operation("a"), &third, &body_fingerprint(5), &note(9)).await.unwrap(),
+        "it was completed"
+    );
+    let expected = Begun::Completed { body_fingerprint: body_fingerprint(3), answer: (*b"x").into(), is_kept: true };
     assert_eq!(begin(&store, &operation("a")).await, expected);
 }
 
@@ -301,7 +314,7 @@ pub async fn late_checkpoint_changes_nothing<S: IdempotencyStore>(store: S) {
     take(&store, &operation("a"), &first).await;
     for (number, data) in [(2, &[7; Checkpoint::MAX_DATA][..]), (1, b"early"), (2, b"again")] {
         sleep(SHORT / 2).await;
-        assert!(store.checkpoint(&operation("a"), &first, &payload(1), &note(number, data)).await.unwrap());
+        assert!(store.checkpoint(&operation("a"), &first, &body_fingerprint(1), &note(number, data)).await.unwrap());
     }
     assert!(is_in_flight(&begin(&store, &operation("a")).await));
     assert!(store.release(&operation("a"), &first).await.unwrap());
@@ -316,7 +329,7 @@ pub async fn checkpoint_keeps_the_fingerprint<S: IdempotencyStore>(store: S) {
     let first = claim(LONG);
     take(&store, &operation("a"), &first).await;
     let note = Checkpoint::new(1, "charged", b"").unwrap();
-    assert!(store.checkpoint(&operation("a"), &first, &payload(1), &note).await.unwrap());
+    assert!(store.checkpoint(&operation("a"), &first, &body_fingerprint(1), &note).await.unwrap());
     for _ in 0..2 {
         assert!(store.release(&operation("a"), &first).await.unwrap());
     }
@@ -339,18 +352,22 @@ pub async fn known_part_of_a_body_stays_known<S: IdempotencyStore>(store: S) {
     for late in [BodyFingerprint::default(), read(3, false), read(100, false)] {
         assert!(store.renew(&operation("a"), &first, &late).await.unwrap());
         match begin(&store, &operation("a")).await {
-            Begun::InFlight { payload: known, .. } => assert_eq!(known, read(100, true), "renewed with {late:?}"),
+            Begun::InFlight { body_fingerprint: known, .. } => {
+                assert_eq!(known, read(100, true), "renewed with {late:?}")
+            }
             begun => panic!("{begun:?}"),
         }
         assert!(store.checkpoint(&operation("a"), &first, &late, &note).await.unwrap());
         match begin(&store, &operation("a")).await {
-            Begun::InFlight { payload: known, .. } => assert_eq!(known, read(100, true), "checkpoint with {late:?}"),
+            Begun::InFlight { body_fingerprint: known, .. } => {
+                assert_eq!(known, read(100, true), "checkpoint with {late:?}")
+            }
             begun => panic!("{begun:?}"),
         }
     }
     assert!(store.release(&operation("a"), &first).await.unwrap());
     match begin(&store, &operation("a")).await {
-        Begun::Granted { payload: known, checkpoint, .. } => {
+        Begun::Granted { body_fingerprint: known, checkpoint, .. } => {
             assert_eq!((known, checkpoint), (read(100, true), Some(note)));
         }
         begun => panic!("{begun:?}"),
@@ -364,15 +381,15 @@ pub async fn known_part_of_a_body_stays_known<S: IdempotencyStore>(store: S) {
 pub async fn takeover_keeps_the_fingerprint<S: IdempotencyStore>(store: S) {
     let first = claim(Claim::MIN_LEASE);
     take(&store, &operation("a"), &first).await;
-    assert!(store.renew(&operation("a"), &first, &payload(5)).await.unwrap());
+    assert!(store.renew(&operation("a"), &first, &body_fingerprint(5)).await.unwrap());
     sleep(Claim::MIN_LEASE * 3).await;
     let (mut last, mut known) = (1, None);
     for _ in 0..3 {
         let next = Claim { takes_over: true, ..claim(LONG) };
         for _ in 0..2 {
             match store.begin(&operation("a"), &next).await.unwrap() {
-                Begun::Granted { attempt, payload: is, checkpoint, .. } => {
-                    assert_eq!((attempt, is, checkpoint), (last + 1, payload(5), known.clone()));
+                Begun::Granted { attempt, body_fingerprint: is, checkpoint, .. } => {
+                    assert_eq!((attempt, is, checkpoint), (last + 1, body_fingerprint(5), known.clone()));
                 }
                 begun => panic!("{begun:?}"),
             }
@@ -381,7 +398,7 @@ pub async fn takeover_keeps_the_fingerprint<S: IdempotencyStore>(store: S) {
         if last == 3 {
             known = Checkpoint::new(1, "", b"");
             let note = known.as_ref().unwrap();
-            assert!(store.checkpoint(&operation("a"), &next, &payload(5), note).await.unwrap());
+            assert!(store.checkpoint(&operation("a"), &next, &body_fingerprint(5), note).await.unwrap());
         }
         for _ in 0..2 {
             assert!(store.release(&operation("a"), &next).await.unwrap());
@@ -393,7 +410,7 @@ pub async fn takeover_keeps_the_fingerprint<S: IdempotencyStore>(store: S) {
     let done = claim(LONG);
     take(&store, &operation("a"), &done).await;
     assert!(store.complete(&operation("a"), &done.token, &completion(b"x")).await.unwrap());
-    let expected = Begun::Completed { payload: payload(3), answer: (*b"x").into(), is_kept: true };
+    let expected = Begun::Completed { body_fingerprint: body_fingerprint(3), answer: (*b"x").into(), is_kept: true };
     assert_eq!(begin(&store, &operation("a")).await, expected);
 }
 
@@ -406,7 +423,7 @@ pub async fn watcher_is_notified<S: IdempotencyStore>(store: S) {
         // A precautionary notification may arrive now, but not each time.
         let mut renewals = 0;
         loop {
-            assert!(store.renew(&operation, &claim, &payload(1)).await.unwrap());
+            assert!(store.renew(&operation, &claim, &body_fingerprint(1)).await.unwrap());
             if timeout(Duration::from_millis(300), notifications[0].next()).await.is_err() {
                 break;
             }

@@ -33,8 +33,8 @@ fn operation() -> Operation {
 
 async fn take<S: IdempotencyRegistry>(store: &S, claim: &Claim) -> (u64, u32) {
     match store.begin(&operation(), claim).await.unwrap() {
-        Begun::Granted { fence, attempt, payload, checkpoint } => {
-            assert_eq!((payload, checkpoint), (BodyFingerprint::default(), None));
+        Begun::Granted { fence, attempt, body_fingerprint, checkpoint } => {
+            assert_eq!((body_fingerprint, checkpoint), (BodyFingerprint::default(), None));
             (fence, attempt)
         }
         begun => panic!("{begun:?}"),
@@ -48,7 +48,7 @@ async fn inspect<S: IdempotencyRegistry + Clone + Sync>(store: &S) -> OperationS
 }
 
 fn completion(is_kept: bool) -> Completion {
-    Completion { response: (*b"x").into(), is_kept, payload: BodyFingerprint::default(), retention: LONG }
+    Completion { response: (*b"x").into(), is_kept, body_fingerprint: BodyFingerprint::default(), retention: LONG }
 }
 
 fn is_about(duration: Duration, expected: Duration) -> bool {
@@ -186,7 +186,7 @@ async fn lose<S: IdempotencyRegistry + Clone + Sync>(store: &S) -> (Claim, BodyF
 /// can change nothing.
 pub async fn unknown_operation_can_be_completed<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     let admin = IdempotencyAdmin::new(store.clone()).retention(LONG * 3);
-    let (first, payload, unknown) = lose(&store).await;
+    let (first, body_fingerprint, unknown) = lose(&store).await;
     for _ in 0..2 {
         assert!(admin.complete(&unknown, answer("charged")).await.unwrap());
     }
@@ -198,10 +198,10 @@ pub async fn unknown_operation_can_be_completed<S: IdempotencyRegistry + Clone +
     assert!(is_about(done.kept_for, LONG * 3), "{done:?}");
 
     // The original attempt continues, and can change nothing.
-    assert!(!store.renew(&operation(), &first, &payload).await.unwrap());
+    assert!(!store.renew(&operation(), &first, &body_fingerprint).await.unwrap());
     assert!(!store.complete(&operation(), &first.token, &completion(true)).await.unwrap());
     assert!(!store.release(&operation(), &first).await.unwrap());
-    let expected = Begun::Completed { payload, answer: Arc::clone(answer("charged").bytes()), is_kept: true };
+    let expected = Begun::Completed { body_fingerprint, answer: Arc::clone(answer("charged").bytes()), is_kept: true };
     for takes_over in [false, true] {
         let same = Claim { takes_over, ..claim(LONG) };
         assert_eq!(store.begin(&operation(), &same).await.unwrap(), expected, "the fingerprint of the request stays");
@@ -220,7 +220,7 @@ pub async fn unknown_operation_can_be_completed<S: IdempotencyRegistry + Clone +
 /// the inspection. The next request gets the new response.
 pub async fn manual_completion_can_be_replaced<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     let admin = IdempotencyAdmin::new(store.clone()).retention(LONG * 3);
-    let (first, payload, unknown) = lose(&store).await;
+    let (first, body_fingerprint, unknown) = lose(&store).await;
     assert!(admin.complete(&unknown, answer("a longer answer")).await.unwrap());
     let wrong = inspect(&store).await;
     let later = IdempotencyAdmin::new(store.clone()).retention(LONG * 6);
@@ -228,7 +228,10 @@ pub async fn manual_completion_can_be_replaced<S: IdempotencyRegistry + Clone + 
         assert!(later.complete(&wrong, answer("charged")).await.unwrap());
     }
     let begun = store.begin(&operation(), &claim(LONG)).await.unwrap();
-    assert_eq!(begun, Begun::Completed { payload, answer: Arc::clone(answer("charged").bytes()), is_kept: true });
+    assert_eq!(
+        begun,
+        Begun::Completed { body_fingerprint, answer: Arc::clone(answer("charged").bytes()), is_kept: true }
+    );
     let done = inspect(&store).await;
     assert_eq!((done.state, done.fence, done.attempts), (wrong.state, unknown.fence, 1));
     assert!(is_about(done.kept_for, LONG * 6), "{done:?}");
@@ -250,16 +253,16 @@ pub async fn manual_completion_can_be_replaced<S: IdempotencyRegistry + Clone + 
 pub async fn only_unknown_operations_can_be_completed<S: IdempotencyRegistry + Clone + Sync>(store: S) {
     let admin = IdempotencyAdmin::new(store.clone());
     let complete = async |status: &OperationStatus| admin.complete(status, answer("charged")).await.unwrap();
-    let (first, payload, unknown) = lose(&store).await;
+    let (first, body_fingerprint, unknown) = lose(&store).await;
     let never = OperationStatus { operation: Operation::new("alice", "never"), ..unknown.clone() };
     assert!(!complete(&never).await && admin.inspect(&never.operation).await.unwrap().is_none());
 
     // The process of the attempt was silent, and renews the lease.
-    assert!(store.renew(&operation(), &Claim { lease: LONG, ..first }, &payload).await.unwrap());
+    assert!(store.renew(&operation(), &Claim { lease: LONG, ..first }, &body_fingerprint).await.unwrap());
     let in_flight = inspect(&store).await;
     assert!(!complete(&unknown).await && !complete(&in_flight).await);
     assert_eq!(inspect(&store).await.checkpoint, in_flight.checkpoint);
-    assert!(store.renew(&operation(), &first, &payload).await.unwrap());
+    assert!(store.renew(&operation(), &first, &body_fingerprint).await.unwrap());
     sleep(SHORT * 3).await;
     assert!(!complete(&in_flight).await, "the status does not say that the outcome is unknown");
 

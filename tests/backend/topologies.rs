@@ -509,8 +509,8 @@ mod on_a_cluster {
             assert_eq!(lease.release().await.unwrap(), ReleaseOutcome::Released);
         }
         let [(done, claim), given_back, counted] = claims;
-        let payload = BodyFingerprint::default();
-        let completion = Completion::new(*b"done", payload, retention);
+        let body_fingerprint = BodyFingerprint::default();
+        let completion = Completion::new(*b"done", body_fingerprint, retention);
         assert!(backend.complete(&done, &claim.token, &completion).await.unwrap());
         for (operation, claim) in [given_back, counted] {
             assert!(IdempotencyStore::release(&backend, &operation, &claim).await.unwrap());

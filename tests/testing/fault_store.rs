@@ -168,19 +168,19 @@ async fn every_verb_of_operations_fails_and_is_counted() {
     use tollgate::idempotency::store::IdempotencyStore;
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let (operation, token, payload) =
+    let (operation, token, body_fingerprint) =
         (Operation::new("alice", "k"), Token::random().unwrap(), BodyFingerprint::default());
     let (head, lease, retention) = (Digest::default(), Claim::MIN_LEASE, Claim::MIN_RETENTION);
     let claim = Claim::new(token, head, lease, retention);
-    let completion = Completion::new(*b"", payload, retention);
+    let completion = Completion::new(*b"", body_fingerprint, retention);
     faults.fail(Failure::Unavailable);
     assert!(
         store.try_begin(&operation, &claim).is_none() && store.complete_now(&operation, &token, &completion).is_none()
     );
     assert!(store.begin(&operation, &claim).await.is_err());
-    assert!(store.renew(&operation, &claim, &payload).await.is_err());
+    assert!(store.renew(&operation, &claim, &body_fingerprint).await.is_err());
     let checkpoint = Checkpoint::new(1, "step", b"").unwrap();
-    assert!(store.checkpoint(&operation, &claim, &payload, &checkpoint).await.is_err());
+    assert!(store.checkpoint(&operation, &claim, &body_fingerprint, &checkpoint).await.is_err());
     assert!(store.complete(&operation, &token, &completion).await.is_err());
     assert!(store.release(&operation, &claim).await.is_err());
     assert_eq!(format!("{:?}", store.watch(&operation).await), format!("{:?}", Notifications::none()));

@@ -21,18 +21,23 @@ impl IdempotencyStore for MemoryBackend {
         Some(self.inner.operations.begin(operation, claim))
     }
 
-    async fn renew(&self, operation: &Operation, claim: &Claim, payload: &BodyFingerprint) -> Result<bool, StoreError> {
-        Ok(self.inner.operations.renew(operation, claim, payload))
+    async fn renew(
+        &self,
+        operation: &Operation,
+        claim: &Claim,
+        body_fingerprint: &BodyFingerprint,
+    ) -> Result<bool, StoreError> {
+        Ok(self.inner.operations.renew(operation, claim, body_fingerprint))
     }
 
     async fn checkpoint(
         &self,
         operation: &Operation,
         claim: &Claim,
-        payload: &BodyFingerprint,
+        body_fingerprint: &BodyFingerprint,
         checkpoint: &Checkpoint,
     ) -> Result<bool, StoreError> {
-        self.inner.operations.checkpoint(operation, claim, payload, checkpoint)
+        self.inner.operations.checkpoint(operation, claim, body_fingerprint, checkpoint)
     }
 
     async fn complete(

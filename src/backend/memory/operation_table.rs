@@ -79,7 +79,7 @@ struct Record {
     state: State,
     head: Digest,
     token: Token,
-    payload: BodyFingerprint,
+    body_fingerprint: BodyFingerprint,
     fence: u64,
     attempt: u32,
     checkpoint: Option<Arc<Checkpoint>>,
@@ -109,7 +109,7 @@ impl Record {
             state: State::Free,
             head: Digest::default(),
             token,
-            payload: BodyFingerprint::default(),
+            body_fingerprint: BodyFingerprint::default(),
             fence: 0,
             attempt: 0,
             checkpoint: None,
@@ -163,8 +163,8 @@ impl Record {
     }
 
     fn granted(&self) -> Begun {
-        let Self { fence, attempt, payload, .. } = *self;
-        Begun::Granted { fence, attempt, payload, checkpoint: self.checkpoint.as_deref().cloned() }
+        let Self { fence, attempt, body_fingerprint, .. } = *self;
+        Begun::Granted { fence, attempt, body_fingerprint, checkpoint: self.checkpoint.as_deref().cloned() }
     }
 }
 
@@ -232,34 +232,35 @@ impl OperationTable {
     fn try_begin(&self, operation: &Operation, claim: &Claim) -> Result<Begun, NoRoom> {
         let (mut shard, hashed) = self.shard(operation);
         let now = Instant::now();
-        let (mut attempt, mut payload, mut checkpoint, mut is_bound) = (1, BodyFingerprint::default(), None, false);
+        let (mut attempt, mut body_fingerprint, mut checkpoint, mut is_bound) =
+            (1, BodyFingerprint::default(), None, false);
         if let Some(record) = shard.live(&hashed, now) {
             match &record.state {
                 State::Free if record.token == claim.token => {
-                    return Ok(Begun::InFlight { remaining: Duration::from_millis(1), payload });
+                    return Ok(Begun::InFlight { remaining: Duration::from_millis(1), body_fingerprint });
                 }
                 // The attempt had no effects.
                 State::Free if !record.is_bound => {}
                 _ if record.head != claim.head => return Ok(Begun::Mismatch),
                 State::Free => {}
                 State::Completed { answer, is_kept } => {
-                    let (payload, answer) = (record.payload, Arc::clone(answer));
-                    return Ok(Begun::Completed { payload, answer, is_kept: *is_kept });
+                    let (body_fingerprint, answer) = (record.body_fingerprint, Arc::clone(answer));
+                    return Ok(Begun::Completed { body_fingerprint, answer, is_kept: *is_kept });
                 }
                 State::InFlight { .. } if record.token == claim.token => {
                     record.renew(claim, now);
                     return Ok(record.granted());
                 }
                 State::InFlight { ends } if now < *ends => {
-                    return Ok(Begun::InFlight { remaining: *ends - now, payload: record.payload });
+                    return Ok(Begun::InFlight { remaining: *ends - now, body_fingerprint: record.body_fingerprint });
                 }
                 State::InFlight { .. } if !claim.takes_over => {
-                    return Ok(Begun::Unknown { attempt: record.attempt, payload: record.payload });
+                    return Ok(Begun::Unknown { attempt: record.attempt, body_fingerprint: record.body_fingerprint });
                 }
                 State::InFlight { .. } => {}
             }
             attempt = record.attempt.saturating_add(1);
-            (payload, checkpoint) = (record.payload, record.checkpoint.clone());
+            (body_fingerprint, checkpoint) = (record.body_fingerprint, record.checkpoint.clone());
             is_bound = record.is_bound || matches!(record.state, State::InFlight { .. });
         }
         self.sweep(&mut shard, now);
@@ -276,7 +277,7 @@ impl OperationTable {
             state: State::InFlight { ends: now + claim.lease },
             head: claim.head,
             token: claim.token,
-            payload,
+            body_fingerprint,
             fence,
             attempt,
             checkpoint,
@@ -332,14 +333,14 @@ impl OperationTable {
         true
     }
 
-    pub(super) fn renew(&self, operation: &Operation, claim: &Claim, payload: &BodyFingerprint) -> bool {
+    pub(super) fn renew(&self, operation: &Operation, claim: &Claim, body_fingerprint: &BodyFingerprint) -> bool {
         let (mut shard, hashed) = self.shard(operation);
         let now = Instant::now();
         let Some(record) = shard.live(&hashed, now).filter(|record| record.is_in_flight_by(&claim.token)) else {
             return false;
         };
         record.renew(claim, now);
-        record.payload = record.payload.or_more(*payload);
+        record.body_fingerprint = record.body_fingerprint.or_more(*body_fingerprint);
         true
     }
 
@@ -347,17 +348,17 @@ impl OperationTable {
         &self,
         operation: &Operation,
         claim: &Claim,
-        payload: &BodyFingerprint,
+        body_fingerprint: &BodyFingerprint,
         checkpoint: &Checkpoint,
     ) -> Result<bool, StoreError> {
-        self.retry_after_sweep(|| self.try_checkpoint(operation, claim, payload, checkpoint)).map_err(no_room)
+        self.retry_after_sweep(|| self.try_checkpoint(operation, claim, body_fingerprint, checkpoint)).map_err(no_room)
     }
 
     fn try_checkpoint(
         &self,
         operation: &Operation,
         claim: &Claim,
-        payload: &BodyFingerprint,
+        body_fingerprint: &BodyFingerprint,
         checkpoint: &Checkpoint,
     ) -> Result<bool, NoRoom> {
         let (mut shard, hashed) = self.shard(operation);
@@ -371,7 +372,7 @@ impl OperationTable {
         }
         self.make_room(*owner, checkpoint.len())?;
         record.renew(claim, now);
-        record.payload = record.payload.or_more(*payload);
+        record.body_fingerprint = record.body_fingerprint.or_more(*body_fingerprint);
         record.is_bound = true;
         if let Some(last) = record.checkpoint.replace(Arc::new(checkpoint.clone())) {
             self.release_bytes(*owner, last.len());
@@ -436,14 +437,14 @@ impl OperationTable {
         completion: &Completion,
     ) -> Result<(), NoRoom> {
         let Some(Entry { owner, record, .. }) = shard.entry(&hashed) else { return Ok(()) };
-        let Completion { response: answer, is_kept, payload, retention } = completion;
+        let Completion { response: answer, is_kept, body_fingerprint, retention } = completion;
         if *is_kept {
             self.make_room(*owner, answer.len())?;
         }
         self.release_bytes(*owner, record.bytes());
         record.checkpoint = None;
         record.state = State::Completed { answer: Arc::clone(answer), is_kept: *is_kept };
-        record.payload = *payload;
+        record.body_fingerprint = *body_fingerprint;
         record.expires = now + *retention;
         if record.due > record.expires {
             let (previous, due) = (record.due, record.expires);
@@ -466,7 +467,7 @@ impl OperationTable {
             }
             (free.fence, free.attempt) = (record.fence, record.attempt);
             if record.is_bound {
-                (free.head, free.payload, free.is_bound) = (record.head, record.payload, true);
+                (free.head, free.body_fingerprint, free.is_bound) = (record.head, record.body_fingerprint, true);
                 free.checkpoint = record.checkpoint.clone();
                 free.expires = free.expires.max(record.expires);
             }
@@ -538,8 +539,14 @@ impl OperationTable {
         if !record.state(now).is_like(status.state) {
             return Ok(false);
         }
-        let (answer, is_kept, payload) = (Arc::clone(answer.bytes()), answer.is_kept(), record.payload);
-        self.store_completion(&mut shard, hashed, now, &Completion { response: answer, is_kept, payload, retention })?;
+        let (answer, is_kept, body_fingerprint) =
+            (Arc::clone(answer.bytes()), answer.is_kept(), record.body_fingerprint);
+        self.store_completion(
+            &mut shard,
+            hashed,
+            now,
+            &Completion { response: answer, is_kept, body_fingerprint, retention },
+        )?;
         // The holder of the attempt learns that its own response is not stored.
         if let Some(record) = shard.record(&hashed) {
             record.token = no_token();
@@ -656,7 +663,7 @@ mod tests {
 
     fn completion(bytes: usize) -> Completion {
         let (answer, retention) = (vec![7; bytes].into(), Duration::from_secs(60));
-        Completion { response: answer, is_kept: true, payload: BodyFingerprint::default(), retention }
+        Completion { response: answer, is_kept: true, body_fingerprint: BodyFingerprint::default(), retention }
     }
 
     /// The counts agree with the records.

@@ -517,7 +517,7 @@ impl RedisBackend {
         for ((key, cost), reply) in checks.iter().zip(replies) {
             decisions.push(match &*reply {
                 [] => self.check(policy, key, *cost).await?,
-                reply => rate_limit::read(reply, policy, *cost, super::scripts::CheckMode::Check)?,
+                reply => rate_limit::parse_decision(reply, policy, *cost, super::scripts::CheckMode::Check)?,
             });
         }
         Ok(decisions)

@@ -94,7 +94,7 @@ struct Model {
     fence: usize,
     token: usize,
     head: u8,
-    payload: BodyFingerprint,
+    body_fingerprint: BodyFingerprint,
     checkpoint: Option<u32>,
     // Whether it has a checkpoint or was taken over.
     is_bound: bool,
@@ -148,7 +148,11 @@ impl Model {
             Some(State::Free) if !self.is_bound => {}
             _ if self.head != head => return "mismatch".into(),
             Some(State::Completed { is_kept }) => {
-                return format!("completed by {} (kept: {is_kept}), {}", self.token as u8, read(&self.payload));
+                return format!(
+                    "completed by {} (kept: {is_kept}), {}",
+                    self.token as u8,
+                    read(&self.body_fingerprint)
+                );
             }
             Some(State::InFlight { .. }) if self.token == token => {
                 self.state = Some(State::InFlight { ends: now + lease_ms });
@@ -157,10 +161,10 @@ impl Model {
             }
             Some(State::Free) => {}
             Some(State::InFlight { ends }) if ends > now => {
-                return format!("in flight for {} ms, {}", ends - now, read(&self.payload));
+                return format!("in flight for {} ms, {}", ends - now, read(&self.body_fingerprint));
             }
             Some(State::InFlight { .. }) if !takes_over => {
-                return format!("unknown, attempt {}, {}", self.attempt, read(&self.payload));
+                return format!("unknown, attempt {}, {}", self.attempt, read(&self.body_fingerprint));
             }
             Some(State::InFlight { .. }) => {}
         }
@@ -174,39 +178,41 @@ impl Model {
 
     /// Stores the known part of the body, unless it is smaller than the stored one.
     fn reads(&mut self, body: BodyFingerprint) {
-        let known = |payload: &BodyFingerprint| (payload.len, payload.is_whole);
-        if known(&body) >= known(&self.payload) {
-            self.payload = body;
+        let known = |body_fingerprint: &BodyFingerprint| (body_fingerprint.len, body_fingerprint.is_whole);
+        if known(&body) >= known(&self.body_fingerprint) {
+            self.body_fingerprint = body;
         }
     }
 
     fn granted(&self) -> String {
-        format!("granted, attempt {}, {}, checkpoint {:?}", self.attempt, read(&self.payload), self.checkpoint)
+        format!("granted, attempt {}, {}, checkpoint {:?}", self.attempt, read(&self.body_fingerprint), self.checkpoint)
     }
 }
 
 /// The known part of a body, as text.
-fn read(payload: &BodyFingerprint) -> String {
-    let BodyFingerprint { len, is_whole, digest } = payload;
+fn read(body_fingerprint: &BodyFingerprint) -> String {
+    let BodyFingerprint { len, is_whole, digest } = body_fingerprint;
     format!("body {len} of {}, whole: {is_whole:?}", digest.0[0])
 }
 
 fn outcome(start: &Begun) -> String {
     match start {
-        Begun::Granted { attempt, payload, checkpoint, .. } => {
+        Begun::Granted { attempt, body_fingerprint, checkpoint, .. } => {
             let checkpoint = checkpoint.as_ref().map(Checkpoint::number);
-            format!("granted, attempt {attempt}, {}, checkpoint {checkpoint:?}", read(payload))
+            format!("granted, attempt {attempt}, {}, checkpoint {checkpoint:?}", read(body_fingerprint))
         }
         Begun::Mismatch => "mismatch".into(),
         Begun::ScopeFull { .. } => "scope full".into(),
-        Begun::InFlight { remaining, payload } => {
-            format!("in flight for {} ms, {}", remaining.as_micros().div_ceil(1_000), read(payload))
+        Begun::InFlight { remaining, body_fingerprint } => {
+            format!("in flight for {} ms, {}", remaining.as_micros().div_ceil(1_000), read(body_fingerprint))
         }
-        Begun::Unknown { attempt, payload } => format!("unknown, attempt {attempt}, {}", read(payload)),
-        Begun::Completed { payload, answer, is_kept } => {
+        Begun::Unknown { attempt, body_fingerprint } => {
+            format!("unknown, attempt {attempt}, {}", read(body_fingerprint))
+        }
+        Begun::Completed { body_fingerprint, answer, is_kept } => {
             // The answer of an operator begins with a letter.
             let by = if answer[0] == b'o' || answer.len() > 1 { NO_TOKEN as u8 } else { answer[0] };
-            format!("completed by {by} (kept: {is_kept}), {}", read(payload))
+            format!("completed by {by} (kept: {is_kept}), {}", read(body_fingerprint))
         }
     }
 }
@@ -296,11 +302,11 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
                 let expected = is_done || model.is_in_flight_by(step.token);
                 if expected && !is_done {
                     model.state = Some(State::Completed { is_kept });
-                    (model.expires, model.payload) = (now + RETENTION_MS, body);
+                    (model.expires, model.body_fingerprint) = (now + RETENTION_MS, body);
                     model.checkpoint = None;
                 }
                 let answer = [step.token as u8].into();
-                let done = Completion { response: answer, is_kept, payload: body, retention };
+                let done = Completion { response: answer, is_kept, body_fingerprint: body, retention };
                 let (memory, redis) =
                     pair.both(|to| to.complete(&operation, &token, &done), |to| to.complete(&operation, &token, &done));
                 (expected.to_string(), memory.to_string(), redis.to_string())
@@ -317,7 +323,7 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
                     model.token = step.token;
                     model.expires = if model.is_bound { model.expires.max(kept) } else { kept };
                     if !model.is_bound {
-                        model.payload = BodyFingerprint::default();
+                        model.body_fingerprint = BodyFingerprint::default();
                     }
                 }
                 let (memory, redis) = pair.both(

@@ -109,15 +109,15 @@ pub(crate) enum CheckMode {
 pub(crate) struct Descriptor<'a> {
     pub(crate) keys: &'a [String],
     pub(crate) cost: i64,
-    pub(crate) change: &'static str,
-    pub(crate) packed: &'a EncodedLimits,
+    pub(crate) quota_change: &'static str,
+    pub(crate) limits: &'a EncodedLimits,
 }
 
 impl ToRedisArgs for Descriptor<'_> {
     fn write_redis_args<W: ?Sized + RedisWrite>(&self, out: &mut W) {
         self.cost.write_redis_args(out);
-        out.write_arg(self.change.as_bytes());
-        let EncodedLimits { limits, params, layout, ttl_ms, .. } = self.packed;
+        out.write_arg(self.quota_change.as_bytes());
+        let EncodedLimits { limits, params, layout, ttl_ms, .. } = self.limits;
         ttl_ms.write_redis_args(out);
         out.write_arg(params);
         out.write_arg(layout.as_bytes());
@@ -131,13 +131,13 @@ impl ToRedisArgs for Descriptor<'_> {
 
 /// The descriptors of one policy: see the header of `rate_limit_check_many.lua`.
 pub(crate) struct Group<'a> {
-    pub(crate) packed: &'a EncodedLimits,
+    pub(crate) limits: &'a EncodedLimits,
     pub(crate) costs: SmallVec<[u64; 64]>,
 }
 
 impl ToRedisArgs for Group<'_> {
     fn write_redis_args<W: ?Sized + RedisWrite>(&self, out: &mut W) {
-        let EncodedLimits { params, limits, format, ttl_ms, .. } = self.packed;
+        let EncodedLimits { params, limits, format, ttl_ms, .. } = self.limits;
         let mut head = SmallVec::<[u8; 8 + 7 * 64]>::new();
         head.extend_from_slice(&ttl_ms.to_le_bytes()[..6]);
         head.extend_from_slice(&(self.costs.len() as u16).to_le_bytes());
@@ -247,9 +247,9 @@ impl Scripts {
         servers: &Servers,
         key: &str,
         cost: u64,
-        packed: &EncodedLimits,
+        encoded: &EncodedLimits,
     ) -> Result<Value, StoreError> {
-        let EncodedLimits { params, limits, counts, ttl_ms, .. } = packed;
+        let EncodedLimits { params, limits, counts, ttl_ms, .. } = encoded;
         let mut request = SmallVec::<[u8; 160]>::new();
         request.extend_from_slice(&cost.to_le_bytes()[..7]);
         request.extend_from_slice(&ttl_ms.to_le_bytes()[..6]);
@@ -266,9 +266,9 @@ impl Scripts {
         servers: &Servers,
         counts: &str,
         block_us: u64,
-        packed: &EncodedLimits,
+        encoded: &EncodedLimits,
     ) -> Result<(), StoreError> {
-        self.block.call(servers, &[counts], (block_us, packed.ttl_ms, &*packed.limits)).await.map(drop)
+        self.block.call(servers, &[counts], (block_us, encoded.ttl_ms, &*encoded.limits)).await.map(drop)
     }
 
     pub(crate) async fn lock_acquire(
@@ -278,8 +278,8 @@ impl Scripts {
         claim: &Claim,
     ) -> Result<Reply, StoreError> {
         let is_granted = |reply: &Value| matches!(reply, Value::Int(1..));
-        let packed = packed_claim(claim, self.floor.for_claim(claim));
-        let reply = self.lock_acquire.exchange(way, &[lease], packed.as_slice(), is_granted).await?;
+        let encoded_claim = encode_claim(claim, self.floor.for_claim(claim));
+        let reply = self.lock_acquire.exchange(way, &[lease], encoded_claim.as_slice(), is_granted).await?;
         if let Reply::Replied(Value::Int(fence)) = reply {
             self.granted(fence, claim.fences);
         }
@@ -426,13 +426,13 @@ impl Scripts {
         servers: &Servers,
         record: &str,
         claim: &idempotency::store::Claim,
-        payload: &BodyFingerprint,
+        body_fingerprint: &BodyFingerprint,
         checkpoint: Option<&Checkpoint>,
     ) -> Result<Value, StoreError> {
-        let (token, payload) = (claim.token.as_bytes().as_slice(), payload.to_bytes());
+        let (token, body_fingerprint) = (claim.token.as_bytes().as_slice(), body_fingerprint.to_bytes());
         let checkpoint = checkpoint.map(Checkpoint::to_bytes);
         let times = (millis(claim.lease), millis(claim.retention));
-        let args = (token, times, payload.as_slice(), checkpoint.as_deref());
+        let args = (token, times, body_fingerprint.as_slice(), checkpoint.as_deref());
         self.idempotency_renew.call(servers, &[record], args).await
     }
 
@@ -444,10 +444,10 @@ impl Scripts {
         completion: &Completion,
         (publish, channel): (&str, &str),
     ) -> Result<Value, StoreError> {
-        let Completion { response, is_kept, payload, retention } = completion;
+        let Completion { response, is_kept, body_fingerprint, retention } = completion;
         let state = if *is_kept { 2 } else { 3 };
-        let payload = payload.to_bytes();
-        let kept = (state, millis(*retention), payload.as_slice(), &**response);
+        let body_fingerprint = body_fingerprint.to_bytes();
+        let kept = (state, millis(*retention), body_fingerprint.as_slice(), &**response);
         let args = (token.as_bytes().as_slice(), kept, publish, channel);
         self.idempotency_complete.call(servers, &[record], args).await
     }
@@ -774,9 +774,9 @@ pub(crate) const fn lock_kind(held_as: u64) -> Option<LockKind> {
 }
 
 /// The claim as the argument of `lock_acquire`. One argument costs less than several.
-fn packed_claim(claim: &Claim, floor: u64) -> [u8; 40] {
-    let mut packed = [0; 40];
-    let (token, numbers) = packed.split_at_mut(16);
+fn encode_claim(claim: &Claim, floor: u64) -> [u8; 40] {
+    let mut bytes = [0; 40];
+    let (token, numbers) = bytes.split_at_mut(16);
     token.copy_from_slice(claim.token.as_bytes());
     let (fields, rest) = numbers.split_at_mut(16);
     let numbers = [millis(claim.ttl), claim.fences.into(), KEEP_FENCE_MS, permits(claim).into()];
@@ -785,7 +785,7 @@ fn packed_claim(claim: &Claim, floor: u64) -> [u8; 40] {
     }
     // One byte for the kind, and seven for the floor, which is below 2^53.
     rest.copy_from_slice(&(floor << 8 | u64::from(held_as(claim))).to_le_bytes());
-    packed
+    bytes
 }
 
 /// The reply of a script whose writes may have to reach replicas.
@@ -1022,7 +1022,7 @@ mod tests {
 
     #[test]
     fn call_is_one_command_with_all_arguments() {
-        let packed = EncodedLimits {
+        let limits = EncodedLimits {
             params: b"params".to_vec(),
             limits: b"limits".to_vec(),
             layout: "<d".into(),
@@ -1030,10 +1030,10 @@ mod tests {
             counts: 8,
             ttl_ms: 60_000,
         };
-        let descriptor = Descriptor { keys: &[], cost: 5, change: "keep", packed: &packed };
+        let descriptor = Descriptor { keys: &[], cost: 5, quota_change: "keep", limits: &limits };
         let command = command("EVALSHA", "abc", &["key"], &("check", &[descriptor]));
-        let packed = String::from_utf8(command.get_packed_command()).unwrap();
-        let words: Vec<_> = packed.split("\r\n").filter(|word| !word.starts_with(['*', '$'])).collect();
+        let command = String::from_utf8(command.get_packed_command()).unwrap();
+        let words: Vec<_> = command.split("\r\n").filter(|word| !word.starts_with(['*', '$'])).collect();
         assert_eq!(words, ["EVALSHA", "abc", "1", "key", "check", "5", "keep", "60000", "params", "<d", "limits", ""]);
     }
 }

@@ -1,6 +1,6 @@
 //! A gauge and counters of the `metrics` facade; nothing without the feature `metrics`.
 
-pub(super) use self::imp::Meters;
+pub(super) use self::imp::Metrics;
 
 #[cfg(feature = "metrics")]
 mod imp {
@@ -10,13 +10,13 @@ mod imp {
     use crate::meter::{Counter, Gauge, counter, gauge};
 
     /// The metrics of one filter, registered when its status is first read.
-    pub(in crate::cache::exists_filter) struct Meters {
+    pub(in crate::cache::exists_filter) struct Metrics {
         fill_ratio: Gauge,
         store_errors: Counter,
         circuit: [Counter; 2],
     }
 
-    impl Meters {
+    impl Metrics {
         pub(in crate::cache::exists_filter) fn new(filter: &Key) -> Self {
             let name = SharedString::from(filter.as_str().to_owned());
             let filter = || Label::new("filter", name.clone());
@@ -49,9 +49,9 @@ mod imp {
 mod imp {
     use crate::key::Key;
 
-    pub(in crate::cache::exists_filter) struct Meters;
+    pub(in crate::cache::exists_filter) struct Metrics;
 
-    impl Meters {
+    impl Metrics {
         pub(in crate::cache::exists_filter) const fn new(_: &Key) -> Self {
             Self
         }

@@ -1,6 +1,5 @@
 //! The store calls of a filter: each with a deadline, and through the circuit breaker. And the status that was read last.
 
-use std::error::Error as _;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,7 +8,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::metrics::Meters;
+use super::metrics::Metrics;
 use super::settings::Settings;
 use super::sizing::is_overfull;
 use super::stats::fill_ratio;
@@ -17,8 +16,7 @@ use super::store::{Added, Block, ExistsFilterStore, FilterStatus, Layout, NewBit
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::reach::Reach;
-use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver};
-use crate::store::deadline::{Deadline, require_nonzero_deadline};
+use crate::store::circuit::{Circuit, CircuitBreaker, observe_circuit};
 
 /// How long a status is used.
 pub(super) const MAX_AGE: Duration = Duration::from_secs(1);
@@ -127,7 +125,7 @@ pub(super) struct StoreClient {
 #[derive(Default)]
 struct Shared {
     known: Mutex<Option<Known>>,
-    meters: OnceLock<Meters>,
+    metrics: OnceLock<Metrics>,
     is_warned: AtomicBool,
 }
 
@@ -157,17 +155,12 @@ impl StoreClient {
 
     /// Makes a call, unless the circuit is open.
     pub(super) async fn call<T>(&self, call: Call<'_, T>) -> Result<T, StoreError> {
-        self.circuit.admit()?;
-        self.call_always(call).await
+        self.circuit.call(self, self.settings.deadline, call).await
     }
 
     /// Makes a call, also while the circuit is open: for additions and rebuilds, which are rarer than tests.
     pub(super) async fn call_always<T>(&self, call: Call<'_, T>) -> Result<T, StoreError> {
-        let deadline = self.settings.deadline;
-        require_nonzero_deadline(deadline)?;
-        let reply = Deadline::new(call, deadline).await;
-        self.circuit.record(self, &reply);
-        reply
+        self.circuit.call_always(self, self.settings.deadline, call).await
     }
 
     /// For tests of keys: the status of the filter, as it was at most [`MAX_AGE`] ago.
@@ -218,7 +211,7 @@ impl StoreClient {
     fn report(&self, status: &FilterStatus) {
         let Some(active) = &status.active else { return };
         let fill_ratio = fill_ratio(active);
-        self.meters().filled(fill_ratio);
+        self.metrics().filled(fill_ratio);
         let is_overfull = is_overfull(active.layout.blocks, active.keys, self.settings.error_rate);
         if self.shared.is_warned.swap(is_overfull, Ordering::Relaxed) || !is_overfull {
             return;
@@ -227,8 +220,8 @@ impl StoreClient {
         tracing::warn!(%filter, keys, fill_ratio, "exists filter has more keys than it was built for: rebuild it with a larger capacity");
     }
 
-    fn meters(&self) -> &Meters {
-        self.shared.meters.get_or_init(|| Meters::new(&self.filter))
+    fn metrics(&self) -> &Metrics {
+        self.shared.metrics.get_or_init(|| Metrics::new(&self.filter))
     }
 
     /// No code panics in the middle of a change, so a poisoned status is intact.
@@ -237,27 +230,4 @@ impl StoreClient {
     }
 }
 
-impl CircuitObserver for StoreClient {
-    fn failed(&self) {
-        self.meters().store_failed();
-    }
-
-    fn opened(&self) {
-        self.meters().circuit(true);
-        tracing::warn!(filter = %self.filter, "exists filter circuit opens: only probes call the store");
-    }
-
-    fn closed(&self) {
-        self.meters().circuit(false);
-        tracing::info!(filter = %self.filter, "exists filter circuit closes: all calls reach the store");
-    }
-
-    fn outage_begins(&self, error: &StoreError) {
-        let cause = error.source().map(tracing::field::display);
-        tracing::warn!(filter = %self.filter, %error, cause, "exists filter store fails");
-    }
-
-    fn outage_ends(&self) {
-        tracing::info!(filter = %self.filter, "exists filter store answers again");
-    }
-}
+observe_circuit!("exists filter", StoreClient, |client| client.metrics(), filter = %client.filter);

@@ -1,4 +1,3 @@
-use std::error::Error;
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -8,7 +7,7 @@ use crate::delay_queue::metrics::{PushResult, QueueMetrics};
 use crate::delay_queue::store::{Admission, QueueKey};
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::store::circuit::{Circuit, CircuitBreaker, CircuitObserver};
+use crate::store::circuit::{Circuit, CircuitBreaker, observe_circuit};
 
 /// How long a bulk push waits for a failing store.
 const BULK_WAIT: Duration = Duration::from_secs(1);
@@ -120,27 +119,4 @@ struct PartitionObserver<'a> {
     queue: &'a QueueKey,
 }
 
-impl CircuitObserver for PartitionObserver<'_> {
-    fn failed(&self) {
-        self.client.metrics().store_failed();
-    }
-
-    fn opened(&self) {
-        self.client.metrics().circuit(true);
-        tracing::warn!(queue = %self.queue, "delay queue circuit opens: only probes call the store");
-    }
-
-    fn closed(&self) {
-        self.client.metrics().circuit(false);
-        tracing::info!(queue = %self.queue, "delay queue circuit closes: all calls reach the store");
-    }
-
-    fn outage_begins(&self, error: &StoreError) {
-        let cause = error.source().map(tracing::field::display);
-        tracing::warn!(queue = %self.queue, %error, cause, "delay queue store fails");
-    }
-
-    fn outage_ends(&self) {
-        tracing::info!(queue = %self.queue, "delay queue store answers again");
-    }
-}
+observe_circuit!("delay queue", PartitionObserver<'_>, |partition| partition.client.metrics(), queue = %partition.queue);

@@ -144,7 +144,7 @@ impl Execution {
 
     /// Records how long the handler ran, after it has returned or was dropped.
     pub(super) fn record_handler_time(&self, settings: &Settings) {
-        settings.coordinator.meters().handled(self.start);
+        settings.coordinator.metrics().handled(self.start);
     }
 
     /// Whether the unread part of the request body must be compared before the response is stored. A body that failed has no more parts.

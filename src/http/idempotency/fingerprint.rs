@@ -229,7 +229,7 @@ impl RunningFingerprint {
 }
 
 impl HasBodyFingerprint for RunningFingerprint {
-    fn payload(&self) -> BodyFingerprint {
+    fn body_fingerprint(&self) -> BodyFingerprint {
         let progress = self.progress();
         if !progress.is_confirmed() {
             return progress.before;
@@ -326,7 +326,9 @@ impl<B: Body<Data = Bytes> + Send> UnreadBody for Shared<B> {
         compare_timeouts: CompareTimeouts,
     ) -> Pin<Box<dyn Future<Output = Option<bool>> + Send + 'a>> {
         let body = self.get_mut().unwrap_or_else(PoisonError::into_inner).as_mut();
-        Box::pin(async move { is_same(body, &fingerprint.payload(), fingerprint, compare_timeouts).await.ok() })
+        Box::pin(
+            async move { is_same(body, &fingerprint.body_fingerprint(), fingerprint, compare_timeouts).await.ok() },
+        )
     }
 }
 
@@ -414,14 +416,14 @@ pub(super) enum CompareError {
 /// and buffers nothing.
 pub(super) async fn is_same<B: Body<Data = Bytes>>(
     body: B,
-    payload: &BodyFingerprint,
+    body_fingerprint: &BodyFingerprint,
     fingerprint: &RunningFingerprint,
     compare_timeouts: CompareTimeouts,
 ) -> Result<bool, CompareError> {
-    let Some(is_whole) = payload.is_whole else { return Ok(true) };
+    let Some(is_whole) = body_fingerprint.is_whole else { return Ok(true) };
     let (mut hash, len) = fingerprint.so_far();
     let mut body = pin!(body);
-    let mut missing = payload.len.saturating_sub(len);
+    let mut missing = body_fingerprint.len.saturating_sub(len);
     let mut progressed = Instant::now();
     let end = progressed + compare_timeouts.total;
     while missing > 0 || (is_whole && !body.is_end_stream()) {
@@ -441,7 +443,7 @@ pub(super) async fn is_same<B: Body<Data = Bytes>>(
         hash.update(&data[..part]);
         missing -= part as u64;
     }
-    Ok(missing == 0 && digest(hash) == payload.digest)
+    Ok(missing == 0 && digest(hash) == body_fingerprint.digest)
 }
 
 #[cfg(test)]
@@ -517,7 +519,7 @@ mod tests {
         if rest.is_empty() {
             assert!(body.frame().await.is_none());
         }
-        context.body().payload()
+        context.body().body_fingerprint()
     }
 
     /// A next attempt after one with the fingerprint `before`: its context, whether `bytes` match, and its body in chunks.
@@ -543,12 +545,12 @@ mod tests {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
             runtime.block_on(async {
                 let (_, fingerprint) = made(&post("/"), &[]);
-                let payload = read(&bytes, &sizes, BodyFingerprint::default()).await;
-                let len = usize::try_from(payload.len).unwrap();
-                let expected = if payload.is_whole == Some(true) { other == bytes } else { other.starts_with(&bytes[..len]) };
-                let same = is_same(Full::new(Bytes::from(other)), &payload, &fingerprint, PACE).await.unwrap();
-                prop_assert_eq!(same, expected, "{:?}", payload);
-                prop_assert!(is_same(Full::new(Bytes::from(bytes)), &payload, &fingerprint, PACE).await.unwrap());
+                let body_fingerprint = read(&bytes, &sizes, BodyFingerprint::default()).await;
+                let len = usize::try_from(body_fingerprint.len).unwrap();
+                let expected = if body_fingerprint.is_whole == Some(true) { other == bytes } else { other.starts_with(&bytes[..len]) };
+                let same = is_same(Full::new(Bytes::from(other)), &body_fingerprint, &fingerprint, PACE).await.unwrap();
+                prop_assert_eq!(same, expected, "{:?}", body_fingerprint);
+                prop_assert!(is_same(Full::new(Bytes::from(bytes)), &body_fingerprint, &fingerprint, PACE).await.unwrap());
                 Ok(())
             })?;
         }
@@ -599,7 +601,7 @@ mod tests {
                     drop(body);
                     let rest = Arc::get_mut(rest).unwrap().is_same(context.body(), PACE).await;
                     prop_assert_eq!(rest, Some(same), "{:?}", before);
-                    prop_assert_eq!(context.body().payload(), before, "the fingerprint does not grow");
+                    prop_assert_eq!(context.body().body_fingerprint(), before, "the fingerprint does not grow");
                 }
                 Ok(())
             })?;

@@ -280,11 +280,12 @@ where
     B: Body<Data = Bytes> + Send + 'static,
 {
     settings.answered();
-    let Granted { attempt, fence, number, payload, checkpoint } = granted;
+    let Granted { attempt, fence, number, body_fingerprint, checkpoint } = granted;
     let AdmittedRequest { request, running } = admitted;
     let mut unread = None;
     let mut request = request.map(|body| {
-        let (body, rest) = FingerprintedBody::new(body, payload, settings.max_body, Arc::clone(attempt.context()));
+        let (body, rest) =
+            FingerprintedBody::new(body, body_fingerprint, settings.max_body, Arc::clone(attempt.context()));
         unread = rest;
         body
     });
@@ -300,7 +301,7 @@ where
     if is_rejected || execution.is_lost() {
         return (execution, None);
     }
-    settings.coordinator.meters().decided(Verdict::Executed);
+    settings.coordinator.metrics().decided(Verdict::Executed);
     let handler = execution.run_work(|| ready.call(request));
     (execution, Some(handler))
 }
@@ -328,7 +329,7 @@ where
             recorded.map(replay).or_else(|rejection| settings.reject(answer, rejection))
         }
         Err(error) if settings.passes(&error) => {
-            settings.coordinator.meters().decided(Verdict::FailedOpen);
+            settings.coordinator.metrics().decided(Verdict::FailedOpen);
             let response = ready.call(request.map(FingerprintedBody::passed)).await;
             response.map(|response| answer.response(response)).map_err(|error| answer.error(error))
         }
@@ -346,31 +347,31 @@ async fn recorded<B>(
 where
     B: Body<Data = Bytes>,
 {
-    let (recorded, payload) = match begun {
-        Begun::Completed { payload, answer, is_kept } => match Recorded::read(Bytes::from_owner(answer)) {
-            Some(recorded) if is_kept => (Ok(recorded), payload),
-            Some(recorded) => (Err(Rejection::NotStored { status: recorded.status.as_u16() }), payload),
+    let (recorded, body_fingerprint) = match begun {
+        Begun::Completed { body_fingerprint, answer, is_kept } => match Recorded::read(Bytes::from_owner(answer)) {
+            Some(recorded) if is_kept => (Ok(recorded), body_fingerprint),
+            Some(recorded) => (Err(Rejection::NotStored { status: recorded.status.as_u16() }), body_fingerprint),
             None => {
                 let error = StoreError::foreign_data("a stored response that this version cannot read");
                 (Err(Rejection::Store(error)), BodyFingerprint::default())
             }
         },
-        Begun::InFlight { remaining, payload } => {
+        Begun::InFlight { remaining, body_fingerprint } => {
             let retry_after = remaining.min(LONGEST_WAIT);
-            (Err(Rejection::InFlight { retry_after }), payload)
+            (Err(Rejection::InFlight { retry_after }), body_fingerprint)
         }
         Begun::ScopeFull { retry_after } => {
             let (bound, retry_after) = (ScopeBound::Records, retry_after.clamp(SHORTEST_RETRY, LONGEST_RETRY));
             (Err(Rejection::ScopeFull { bound, retry_after }), BodyFingerprint::default())
         }
-        Begun::Unknown { attempt, payload } => (Err(Rejection::OutcomeUnknown { attempt }), payload),
+        Begun::Unknown { attempt, body_fingerprint } => (Err(Rejection::OutcomeUnknown { attempt }), body_fingerprint),
         // `Granted` does not reach this function.
         Begun::Mismatch | Begun::Granted { .. } => (Err(Rejection::Mismatch), BodyFingerprint::default()),
     };
     // A different request learns nothing about the first one.
-    compare(settings, request, payload, fingerprint).await?;
+    compare(settings, request, body_fingerprint, fingerprint).await?;
     let recorded = recorded?;
-    settings.coordinator.meters().decided(Verdict::Replayed);
+    settings.coordinator.metrics().decided(Verdict::Replayed);
     Ok(recorded)
 }
 
@@ -378,10 +379,10 @@ where
 async fn compare<B: Body<Data = Bytes>>(
     settings: &Settings,
     request: Request<B>,
-    payload: BodyFingerprint,
+    body_fingerprint: BodyFingerprint,
     fingerprint: &RunningFingerprint,
 ) -> Result<(), Rejection> {
-    match is_same(request.into_body(), &payload, fingerprint, settings.compare_timeouts()).await {
+    match is_same(request.into_body(), &body_fingerprint, fingerprint, settings.compare_timeouts()).await {
         Ok(true) => Ok(()),
         Ok(false) => Err(Rejection::Mismatch),
         Err(CompareError::BrokenOff) => Err(Rejection::Unreadable),

@@ -119,7 +119,7 @@ impl Settings {
         answer: &A,
         rejection: Rejection,
     ) -> Result<A::Response, A::Error> {
-        self.coordinator.meters().decided(Verdict::of(&rejection));
+        self.coordinator.metrics().decided(Verdict::of(&rejection));
         answer.reject(rejection)
     }
 

@@ -55,8 +55,8 @@ impl Outcome {
         let settlement = match self {
             Self::Completed(response) if response.is_storable(fingerprint) => {
                 let CompleteResponse { status, answer, is_kept, .. } = response;
-                let (payload, retention) = (fingerprint.payload(), settings.retention);
-                let completion = Completion { response: answer, is_kept, payload, retention };
+                let (body_fingerprint, retention) = (fingerprint.body_fingerprint(), settings.retention);
+                let completion = Completion { response: answer, is_kept, body_fingerprint, retention };
                 Settlement::Complete { completion, mark: mark(status) }
             }
             Self::Released => Settlement::Release,

@@ -159,7 +159,7 @@ where
             Stop::Ended(end) => Some(end),
             Stop::TooLarge => {
                 let end = self.send_unrecorded(&context).await;
-                self.settings.coordinator.meters().handled(start);
+                self.settings.coordinator.metrics().handled(start);
                 end
             }
         };
@@ -177,7 +177,7 @@ where
         drop(stream);
         let (rejection, outcome) = execution.abort(&settings);
         abort_marker.set(outcome);
-        settings.coordinator.meters().decided(Verdict::of(&rejection));
+        settings.coordinator.metrics().decided(Verdict::of(&rejection));
         // Ends the body, and an outer layer reads the marker then.
         drop(pieces);
     }
@@ -228,7 +228,7 @@ where
         if context.is_done() {
             self.abort_marker.set(AbortOutcome::Completed);
         }
-        self.settings.coordinator.meters().decided(Verdict::Cancelled);
+        self.settings.coordinator.metrics().decided(Verdict::Cancelled);
     }
 
     fn max_runtime(&self) -> Duration {

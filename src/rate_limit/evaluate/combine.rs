@@ -16,7 +16,7 @@ impl<B> LayerConfig<B> {
             let (policy, Some(decision)) = (descriptor.policy(&self.policy), &descriptor.decision) else { continue };
             if limited.is_some() && descriptor.enforced && decision.is_allowed() {
                 // It had room, but was not charged.
-                policy.meters().decided(Verdict::TurnedAway);
+                policy.metrics().decided(Verdict::TurnedAway);
             } else {
                 record(policy, decision, descriptor.enforced, descriptor.local, cost);
             }

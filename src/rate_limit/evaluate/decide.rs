@@ -63,7 +63,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         let start = Instant::now();
         let result = Deadline::new(self.call_store(&decider, descriptors), self.deadline).await;
         if !result.as_ref().is_err_and(Circuit::is_cause_of) {
-            self.policy.meters().record_call_time(start.elapsed());
+            self.policy.metrics().record_call_time(start.elapsed());
         }
         result.inspect_err(|error| {
             if enforced_decided(descriptors) {

@@ -74,7 +74,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     /// Records the outcome of a request without decisions.
     fn record_undecided(&self, descriptors: &[Descriptor], verdict: Verdict) {
         for descriptor in descriptors {
-            descriptor.policy(&self.policy).meters().decided(verdict);
+            descriptor.policy(&self.policy).metrics().decided(verdict);
         }
     }
 }

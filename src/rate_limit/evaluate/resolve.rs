@@ -62,7 +62,7 @@ impl<B> LayerConfig<B> {
 
     /// Logs once per outage, with the fallback for keys without a stale policy, whether or not this key has one.
     fn resolver_failed(&self, resolver: &PolicyResolver, error: &StoreError, old_answer: bool) {
-        self.policy.meters().resolver_failed();
+        self.policy.metrics().resolver_failed();
         if resolver.outage().record_failure() {
             // The text of the error itself is about a store.
             let cause =

@@ -120,7 +120,7 @@ async fn send(
         .chunk_by(|(one, ..), (other, ..)| std::ptr::eq(one.encoded_limits(encode), other.encoded_limits(encode)))
         .map(|group| {
             let costs = group.iter().map(|(.., cost)| *cost).collect();
-            Group { packed: group[0].0.encoded_limits(encode), costs }
+            Group { limits: group[0].0.encoded_limits(encode), costs }
         })
         .collect();
     let answer = tokio::select! {

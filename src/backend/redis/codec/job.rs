@@ -44,12 +44,12 @@ impl PackedJobs<'_> {
 impl ToRedisArgs for PackedJobs<'_> {
     fn write_redis_args<W: ?Sized + RedisWrite>(&self, out: &mut W) {
         self.0.len().write_redis_args(out);
-        let mut packed = Vec::new();
+        let mut arg = Vec::new();
         for job in self.0 {
             out.write_arg(job.id.as_bytes());
-            packed.clear();
-            pack_record(job, &mut packed);
-            out.write_arg(&packed);
+            arg.clear();
+            pack_record(job, &mut arg);
+            out.write_arg(&arg);
         }
         for (len, when) in self.due_groups() {
             len.write_redis_args(out);
@@ -57,10 +57,10 @@ impl ToRedisArgs for PackedJobs<'_> {
         }
         for (position, unique) in self.unique() {
             position.write_redis_args(out);
-            packed.clear();
-            packed.extend_from_slice(&pack_span(unique.span).1);
-            packed.extend_from_slice(unique.key.as_bytes());
-            out.write_arg(&packed);
+            arg.clear();
+            arg.extend_from_slice(&pack_span(unique.span).1);
+            arg.extend_from_slice(unique.key.as_bytes());
+            out.write_arg(&arg);
         }
     }
 
@@ -224,13 +224,13 @@ pub(crate) fn stored_job(id: &[u8], record: &[u8], state: State) -> Option<Store
     let headers_len = rest.number::<4>()? as usize;
     let key = rest.bytes(key_len.into())?;
     let error = String::from_utf8_lossy(rest.bytes(error_len)?);
-    let mut packed = Reader(rest.bytes(headers_len)?);
+    let mut span_and_headers = Reader(rest.bytes(headers_len)?);
     let span = match flags >> 2 {
         0 => None,
         1 => Some(UniqueFor::WaitingOrRunning),
         2 => Some(UniqueFor::Waiting),
-        3 => Some(UniqueFor::Time(Duration::from_millis(packed.number::<6>()?))),
-        7 => Some(UniqueFor::Occurrence(Duration::from_millis(packed.number::<6>()?))),
+        3 => Some(UniqueFor::Time(Duration::from_millis(span_and_headers.number::<6>()?))),
+        7 => Some(UniqueFor::Occurrence(Duration::from_millis(span_and_headers.number::<6>()?))),
         _ => return None,
     };
     let unique = match span {
@@ -238,8 +238,8 @@ pub(crate) fn stored_job(id: &[u8], record: &[u8], state: State) -> Option<Store
         None => None,
     };
     let mut headers = Headers::new();
-    while !packed.0.is_empty() {
-        let (name, value) = (packed.text()?, packed.text()?);
+    while !span_and_headers.0.is_empty() {
+        let (name, value) = (span_and_headers.text()?, span_and_headers.text()?);
         headers.insert(name, value);
     }
     let reason = match reason {
@@ -343,9 +343,9 @@ mod tests {
         });
         jobs[3].unique = Some(Unique { key: "user".into(), span: UniqueFor::Waiting });
         let jobs: Vec<_> = jobs.iter().collect();
-        let packed = PackedJobs(&jobs);
-        let args = packed.to_redis_args();
-        assert_eq!(args.len(), packed.num_of_args());
+        let packed_jobs = PackedJobs(&jobs);
+        let args = packed_jobs.to_redis_args();
+        assert_eq!(args.len(), packed_jobs.num_of_args());
         assert_eq!(args[0], b"4");
         let texts: Vec<_> = args[9..].iter().map(|arg| str::from_utf8(arg).unwrap()).collect();
         assert_eq!(texts, ["2", "1", "1", "2", "1", "1", "4", "\0\0\0\0\0\0user"]);
@@ -374,13 +374,13 @@ mod tests {
     #[test]
     fn results_are_found_at_their_positions() {
         let finish = |name: &str, kind| Ack { lease: JobLease { id: JobId::from(name), token: 1, unique: None }, kind };
-        let packed = PackedFinishes::new(&[
+        let packed_finishes = PackedFinishes::new(&[
             finish("a", AckKind::Release),
             finish("b", AckKind::Done),
             finish("c", AckKind::Snooze { delay: Duration::ZERO }),
             finish("d", AckKind::Done),
         ]);
-        assert_eq!(packed.indexes, [2, 0, 3, 1]);
+        assert_eq!(packed_finishes.indexes, [2, 0, 3, 1]);
     }
 
     #[test]

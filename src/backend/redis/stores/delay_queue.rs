@@ -64,15 +64,15 @@ impl DelayQueueStore for RedisBackend {
         loop {
             let (part, others) = rest.split_at(at_once(rest));
             rest = others;
-            let packed = PackedFinishes::new(part);
+            let packed_finishes = PackedFinishes::new(part);
             // Only the last call claims.
             let claim = Claim { limit: if rest.is_empty() { claim.limit.min(MAX_BATCH) } else { 0 }, ..*claim };
-            let reply = scripts.delay_queue_claim(servers, &keys, &claim, &packed, timeout).await;
+            let reply = scripts.delay_queue_claim(servers, &keys, &claim, &packed_finishes, timeout).await;
             let reply = reply.map_err(|error| {
                 // Earlier calls may have finished jobs, and a script may have finished some before it met foreign data.
                 if answers.is_empty() && !error.is_foreign_data() { error } else { error.in_doubt() }
             })?;
-            let mut claimed = claimed(&reply, &packed).ok_or_else(|| unexpected_reply(&reply))?;
+            let mut claimed = claimed(&reply, &packed_finishes).ok_or_else(|| unexpected_reply(&reply))?;
             answers.append(&mut claimed.finished);
             if rest.is_empty() {
                 return Ok(Claimed { finished: answers, ..claimed });
@@ -91,8 +91,8 @@ impl DelayQueueStore for RedisBackend {
         let keys = keys.delay_queue(queue);
         let mut extended = Vec::with_capacity(leases.len());
         for leases in leases.chunks(MAX_BATCH) {
-            let packed: Vec<_> = leases.iter().map(pack_lease).collect();
-            let reply = scripts.delay_queue_extend(locks.dedicated(), &keys, lease, &packed).await?;
+            let packed_leases: Vec<_> = leases.iter().map(pack_lease).collect();
+            let reply = scripts.delay_queue_extend(locks.dedicated(), &keys, lease, &packed_leases).await?;
             for answer in array(&reply, leases.len())? {
                 extended.push(match answer {
                     Value::Int(0) => Extended::Lost,

@@ -28,10 +28,17 @@ impl IdempotencyStore for RedisBackend {
         begun(&reply).ok_or_else(|| unexpected_reply(&reply))
     }
 
-    async fn renew(&self, operation: &Operation, claim: &Claim, payload: &BodyFingerprint) -> Result<bool, StoreError> {
+    async fn renew(
+        &self,
+        operation: &Operation,
+        claim: &Claim,
+        body_fingerprint: &BodyFingerprint,
+    ) -> Result<bool, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         is_done(
-            &scripts.idempotency_renew(locks.dedicated(), &keys.idempotency(operation), claim, payload, None).await?,
+            &scripts
+                .idempotency_renew(locks.dedicated(), &keys.idempotency(operation), claim, body_fingerprint, None)
+                .await?,
         )
     }
 
@@ -39,12 +46,12 @@ impl IdempotencyStore for RedisBackend {
         &self,
         operation: &Operation,
         claim: &Claim,
-        payload: &BodyFingerprint,
+        body_fingerprint: &BodyFingerprint,
         checkpoint: &Checkpoint,
     ) -> Result<bool, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let record = keys.idempotency(operation);
-        is_done(&scripts.idempotency_renew(servers, &record, claim, payload, Some(checkpoint)).await?)
+        is_done(&scripts.idempotency_renew(servers, &record, claim, body_fingerprint, Some(checkpoint)).await?)
     }
 
     async fn complete(
@@ -209,7 +216,7 @@ fn number(value: &Value) -> Option<u64> {
 /// The reply of `idempotency_begin.lua`.
 fn begun(reply: &Value) -> Option<Begun> {
     let Value::Array(values) = reply else { return None };
-    let payload = |value: &Value| match value {
+    let body_fingerprint = |value: &Value| match value {
         Value::BulkString(bytes) => BodyFingerprint::from_bytes(bytes),
         _ => None,
     };
@@ -218,19 +225,22 @@ fn begun(reply: &Value) -> Option<Begun> {
         [Value::Int(1), fence, attempt, body, Value::BulkString(rest)] => Begun::Granted {
             fence: number(fence)?,
             attempt: number(attempt)?.try_into().ok()?,
-            payload: payload(body)?,
+            body_fingerprint: body_fingerprint(body)?,
             checkpoint: if rest.is_empty() { None } else { Some(Checkpoint::from_bytes(rest)?) },
         },
         [Value::Int(6), remaining_ms] => Begun::ScopeFull { retry_after: Duration::from_millis(number(remaining_ms)?) },
-        [Value::Int(2), remaining_ms, body] => {
-            Begun::InFlight { remaining: Duration::from_millis(number(remaining_ms)?), payload: payload(body)? }
-        }
+        [Value::Int(2), remaining_ms, body] => Begun::InFlight {
+            remaining: Duration::from_millis(number(remaining_ms)?),
+            body_fingerprint: body_fingerprint(body)?,
+        },
         [Value::Int(3), attempt, body] => {
-            Begun::Unknown { attempt: number(attempt)?.try_into().ok()?, payload: payload(body)? }
+            Begun::Unknown { attempt: number(attempt)?.try_into().ok()?, body_fingerprint: body_fingerprint(body)? }
         }
-        [Value::Int(state @ (4 | 5)), body, Value::BulkString(answer)] => {
-            Begun::Completed { payload: payload(body)?, answer: answer.as_slice().into(), is_kept: *state == 4 }
-        }
+        [Value::Int(state @ (4 | 5)), body, Value::BulkString(answer)] => Begun::Completed {
+            body_fingerprint: body_fingerprint(body)?,
+            answer: answer.as_slice().into(),
+            is_kept: *state == 4,
+        },
         _ => return None,
     })
 }

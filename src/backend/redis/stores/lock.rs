@@ -22,12 +22,12 @@ impl LockStore for RedisBackend {
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         let is_plain = claim.queueing == Queueing::Bypass && claim.kind == LockKind::Exclusive;
         let calls = self.calls().filter(|_| is_plain && claim.replicas.count == 0);
-        let _place = match calls.map(|calls| (calls.try_direct(), calls)) {
+        let _permit = match calls.map(|calls| (calls.try_direct(), calls)) {
             Some((None, calls)) => match calls.acquire(lock, claim).await? {
                 Some(answer) => return Ok(answer),
                 None => None,
             },
-            Some((place, _)) => place,
+            Some((permit, _)) => permit,
             None => None,
         };
         // Boxed to keep the future of a batched call small.
@@ -88,12 +88,12 @@ impl LockStore for RedisBackend {
             let ours = listeners > 0 && locks.subscriber.get().is_some_and(listens);
             Released { was_held, is_wanted: listeners > u64::from(ours) }
         };
-        let _place = match self.calls().map(|calls| (calls.try_direct(), calls)) {
+        let _permit = match self.calls().map(|calls| (calls.try_direct(), calls)) {
             Some((None, calls)) => match calls.release(lock, token).await? {
                 Some(listeners) => return Ok(released((true, listeners))),
                 None => None,
             },
-            Some((place, _)) => place,
+            Some((permit, _)) => permit,
             None => None,
         };
         Box::pin(self.release_alone(lock, token)).await.map(released)

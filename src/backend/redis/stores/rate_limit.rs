@@ -25,23 +25,23 @@ impl RedisBackend {
         if let (CheckMode::Check, 1.., None) = (verb, cost, policy.logs().next()) {
             let reply = self.check_plain(policy, key, cost).await?;
             if !reply.is_empty() {
-                return read(&reply, policy, cost, verb);
+                return parse_decision(&reply, policy, cost, verb);
             }
         }
         let keys = keys.rate_limit(policy, key);
         let descriptor = descriptor(policy, &keys, as_change(cost));
         // Boxed to keep the fast path's future small.
         let reply = Box::pin(scripts.rate_limit_check(servers, verb, &[descriptor])).await?;
-        read(text(&reply)?, policy, cost, verb)
+        parse_decision(text(&reply)?, policy, cost, verb)
     }
 
     /// Checks a key whose policy has no sliding log, directly or in a batch.
     async fn check_plain(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Reply, StoreError> {
         let Inner { servers, keys, scripts, check_batcher, .. } = &*self.inner;
-        let mut place = None;
+        let mut permit = None;
         if let Some(check_batcher) = check_batcher {
-            place = check_batcher.try_direct();
-            if place.is_none()
+            permit = check_batcher.try_direct();
+            if permit.is_none()
                 && let Some(reply) = check_batcher.check(policy, key, keys.counts(policy, key), cost).await
             {
                 return reply;
@@ -49,17 +49,17 @@ impl RedisBackend {
         }
         let counts = keys.counts(policy, key);
         let reply = scripts.rate_limit_check_plain(servers, &counts, cost, policy.encoded_limits(encode)).await;
-        drop(place);
+        drop(permit);
         Ok(Reply::from_slice(text(&reply?)?))
     }
 
     /// Refunds charges. With a runtime and a free permit, a task does it, which outlives its caller. Each call has its own timeout.
     fn refund(&self, charges: Vec<Charge>) -> impl Future<Output = Result<(), StoreError>> + Send + use<> {
-        let (backend, place) = (self.clone(), Arc::clone(&self.inner.refunds).try_acquire_owned());
+        let (backend, permit) = (self.clone(), Arc::clone(&self.inner.refunds).try_acquire_owned());
         let refund = async move { refund_charges(&backend, charges).await };
-        let task = match (Handle::try_current(), place) {
-            (Ok(runtime), Ok(place)) => Ok(runtime.spawn(async move {
-                let _place = place;
+        let task = match (Handle::try_current(), permit) {
+            (Ok(runtime), Ok(permit)) => Ok(runtime.spawn(async move {
+                let _permit = permit;
                 refund.await
             })),
             _ => Err(refund),
@@ -74,12 +74,12 @@ impl RedisBackend {
 }
 
 fn descriptor<'a>(policy: &'a Policy, keys: &'a [String], cost: i64) -> Descriptor<'a> {
-    let change = match policy.quota_change() {
+    let quota_change = match policy.quota_change() {
         QuotaChange::Keep => "keep",
         QuotaChange::Reset => "reset",
         QuotaChange::Proportional => "proportional",
     };
-    Descriptor { keys, cost, packed: policy.encoded_limits(encode), change }
+    Descriptor { keys, cost, limits: policy.encoded_limits(encode), quota_change }
 }
 
 fn text(reply: &redis::Value) -> Result<&[u8], StoreError> {
@@ -89,7 +89,12 @@ fn text(reply: &redis::Value) -> Result<&[u8], StoreError> {
     }
 }
 
-pub(crate) fn read(reply: &[u8], policy: &Policy, cost: u64, verb: CheckMode) -> Result<Decision, StoreError> {
+pub(crate) fn parse_decision(
+    reply: &[u8],
+    policy: &Policy,
+    cost: u64,
+    verb: CheckMode,
+) -> Result<Decision, StoreError> {
     let decision = rate_limit::decision(reply, policy, cost, matches!(verb, CheckMode::Check));
     decision.ok_or_else(|| unexpected_reply(&redis::Value::BulkString(reply.to_vec())))
 }
@@ -135,7 +140,7 @@ impl RateLimitStore for RedisBackend {
             .all(|reply| matches!(reply, redis::Value::BulkString(text) if rate_limit::is_admitted(text)));
         let verb = if admitted { CheckMode::Check } else { CheckMode::Peek };
         let decisions = requests.iter().zip(replies);
-        decisions.map(|(request, reply)| read(text(reply)?, &request.policy, request.cost, verb)).collect()
+        decisions.map(|(request, reply)| parse_decision(text(reply)?, &request.policy, request.cost, verb)).collect()
     }
 
     async fn peek(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {
