@@ -123,7 +123,7 @@ where
             let responder = A::clone(&settings.options.responder);
             return ResponseFuture::plain(self.inner.call(request), responder);
         }
-        let mut decision = if is_known { core.decide_now(policy, &key, cost) } else { None };
+        let mut decision = if is_known { core.try_decide(policy, &key, cost) } else { None };
         // A denied request may wait in a queue instead of being rejected here.
         let waits = enforced && decision.as_ref().is_some_and(|decision| core.can_wait(decision, cost));
         let final_decision = decision.as_ref().filter(|_| !waits);

@@ -353,14 +353,14 @@ pub async fn known_part_of_a_body_stays_known<S: IdempotencyStore>(store: S) {
         assert!(store.renew(&operation("a"), &first, &late).await.unwrap());
         match begin(&store, &operation("a")).await {
             Begun::InFlight { body_fingerprint: known, .. } => {
-                assert_eq!(known, read(100, true), "renewed with {late:?}")
+                assert_eq!(known, read(100, true), "renewed with {late:?}");
             }
             begun => panic!("{begun:?}"),
         }
         assert!(store.checkpoint(&operation("a"), &first, &late, &note).await.unwrap());
         match begin(&store, &operation("a")).await {
             Begun::InFlight { body_fingerprint: known, .. } => {
-                assert_eq!(known, read(100, true), "checkpoint with {late:?}")
+                assert_eq!(known, read(100, true), "checkpoint with {late:?}");
             }
             begun => panic!("{begun:?}"),
         }

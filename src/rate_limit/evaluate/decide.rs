@@ -20,7 +20,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     /// Decides about one descriptor, if that is possible without waiting. Does not tell the circuit that the store answered: a wrapper
     /// around the store may have decided by itself.
     #[inline]
-    pub(in crate::rate_limit) fn decide_now(&self, policy: &Policy, key: &Key, cost: u64) -> Option<Decision> {
+    pub(in crate::rate_limit) fn try_decide(&self, policy: &Policy, key: &Key, cost: u64) -> Option<Decision> {
         if policy.can_never_allow(cost) { policy.never_decision(cost) } else { self.store.check_now(policy, key, cost) }
     }
 
@@ -49,7 +49,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         // Without a wait queue or a resolver, the decision about a single descriptor was already tried when the request arrived.
         let was_tried = descriptors.len() == 1 && self.wait_config.is_none() && self.resolver.is_none();
         if !was_tried {
-            decider.decide_now(descriptors);
+            decider.try_decide(descriptors);
         }
         if descriptors.iter().all(|descriptor| descriptor.decision.is_some()) {
             return Ok(());
@@ -124,7 +124,7 @@ impl<'a, S: RateLimitStore + Sync> Decider<'a, S> {
     }
 
     /// Decides as far as the store can answer immediately.
-    pub(super) fn decide_now(&self, descriptors: &mut [Descriptor]) {
+    pub(super) fn try_decide(&self, descriptors: &mut [Descriptor]) {
         match &mut undecided(descriptors, true)[..] {
             [] => {}
             _ if self.exceeds_capacity => {}
@@ -225,7 +225,7 @@ mod tests {
         let (layer, mut few) = descriptors([("a", 5, Mode::Enforce), ("b", 2, Mode::Enforce)]);
         for expected in [[Some(3), Some(0)], [Some(3), Some(0)]] {
             let decider = Decider::new(&store, &layer, &mut few, 2);
-            decider.decide_now(&mut few);
+            decider.try_decide(&mut few);
             assert_eq!(remaining(&few), expected);
         }
         assert!(few[1].denies());
@@ -238,7 +238,7 @@ mod tests {
         for shadow in [6, 3] {
             let decider = Decider::new(&store, &layer, &mut all, 3);
             assert!(decider.exceeds_capacity && all[1].denies());
-            decider.decide_now(&mut all);
+            decider.try_decide(&mut all);
             assert!(decider.call_enforced(&mut all).await.unwrap());
             assert!(!decider.call_shadows(&mut all).await.unwrap(), "decided without a call");
             assert_eq!((remaining(&all)[0], remaining(&all)[2]), (Some(9), Some(shadow)));
