@@ -57,7 +57,7 @@
 //! [client_ip]                            # the proxies that the key "client_ip" trusts; defaults to none
 //! trusted = ["10.0.0.0/8", "2001:db8::1"]  # or trusted_hops = 2, which has a risk
 //! header = "x-forwarded-for"             # the default; or "forwarded", or a header that holds one address
-//! on_unreadable = "peer"                 # the default; or "reject"
+//! on_unreadable = "proxy"                # the default; or "reject"
 //! ipv6_prefix = 64                       # the default
 //! "#)?;
 //!
@@ -114,7 +114,7 @@
 //! | `client_ip.trusted` | a list of networks and addresses, but not of all addresses: see [`ClientIp`](crate::http::ClientIp) |
 //! | `client_ip.trusted_hops` | instead of `trusted`, the number of trusted proxies: see [`ClientIp::trusting_hops`](crate::http::ClientIp::trusting_hops) for the risk |
 //! | `client_ip.header` | `x-forwarded-for`, `forwarded`, or the name of a header that holds [one address](crate::http::ClientIp::single_header); `cloudfront-viewer-address` holds a port, too |
-//! | `client_ip.on_unreadable` | `peer` or `reject`: see [`OnUnreadable`](crate::http::OnUnreadable) |
+//! | `client_ip.on_unreadable` | `proxy` or `reject`: see [`OnUnreadable`](crate::http::OnUnreadable) |
 //! | `client_ip.ipv6_prefix` | see [`ClientIp::ipv6_prefix`](crate::http::ClientIp::ipv6_prefix) |
 //!
 //! A time is text with units, the larger ones first: `250ms`, `1s`, `15m`, `1h30m`, `1d`.

@@ -205,7 +205,7 @@ enum QuotaChangeDef {
 #[derive(Deserialize)]
 #[serde(remote = "OnUnreadable", rename_all = "snake_case")]
 enum OnUnreadableDef {
-    Peer,
+    Proxy,
     Reject,
 }
 

@@ -116,7 +116,7 @@ pub enum OnUnreadable {
     /// The proxy that wrote the value: the entry to its right, or the peer if there is none. All clients of that proxy share one quota
     /// meanwhile.
     #[default]
-    Peer,
+    Proxy,
     /// The request has no key. By default a layer responds with 400: see `OnMissingKey`.
     Reject,
 }
@@ -225,7 +225,7 @@ impl ClientIp {
 
     /// The key of a request if a trusted proxy wrote a value without an address.
     ///
-    /// Defaults to [`OnUnreadable::Peer`].
+    /// Defaults to [`OnUnreadable::Proxy`].
     #[must_use]
     pub const fn on_unreadable(mut self, then: OnUnreadable) -> Self {
         self.on_unreadable = then;
@@ -312,7 +312,7 @@ impl ClientIp {
             Err(proxy) => {
                 self.warnings.unreadable_header(proxy, headers, &self.header);
                 match self.on_unreadable {
-                    OnUnreadable::Peer => Some(proxy),
+                    OnUnreadable::Proxy => Some(proxy),
                     OnUnreadable::Reject => None,
                 }
             }

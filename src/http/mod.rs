@@ -50,7 +50,7 @@
 //! | setter of [`ClientIp`] | default | meaning |
 //! | --- | --- | --- |
 //! | [`header`](ClientIp::header), [`single_header`](ClientIp::single_header) | [`ForwardingHeader::XForwardedFor`] | the header that your proxies write |
-//! | [`on_unreadable`](ClientIp::on_unreadable) | [`OnUnreadable::Peer`] | the key if a trusted proxy wrote no address |
+//! | [`on_unreadable`](ClientIp::on_unreadable) | [`OnUnreadable::Proxy`] | the key if a trusted proxy wrote no address |
 //! | [`ipv6_prefix`](ClientIp::ipv6_prefix) | 64 | the bits of an IPv6 address in the key |
 //!
 //! For credentials use [`bearer_token`] and [`basic_user`]. `header("authorization")` would give a client a quota for each spelling of the

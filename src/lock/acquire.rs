@@ -194,8 +194,8 @@ async fn wait_for_handoff(
     accepts_lease: bool,
 ) -> Result<Handoff, LockError> {
     // A lock that this process is releasing counts as free, so wait for the release before calling the store.
-    if let Some(releases) = shared.queues.releases(lock, options.deadline) {
-        Box::pin(releases).await;
+    if let Some(released) = shared.queues.wait_for_releases(lock, options.deadline) {
+        Box::pin(released).await;
     }
     let entered = if options.is_fair {
         shared.enter_fair(*lock, options, position.is_requeued)?
@@ -229,7 +229,7 @@ async fn wait_in_queue(
         match entered {
             Entered::LeaderPermit(_) if shared.is_closed() => return Err(Closed.into()),
             Entered::LeaderPermit(permit) => return Ok(Handoff::LeaderPermit(permit)),
-            Entered::Queue { mut waiter, is_free_soon, watchers: failures } => {
+            Entered::Queue { mut waiter, is_free_soon, failures } => {
                 // Callers that do not wait still wait for a release in progress.
                 let until = if is_free_soon { answer_deadline } else { wait_end };
                 tokio::select! {
@@ -463,7 +463,7 @@ impl<'a> Retries<'a> {
         publish(acquisitions, Some(Failure::Failed(error.clone())));
         // The store would refuse a refused call again.
         let is_transient = error.is_timeout() || error.is_unavailable();
-        let is_blocked = self.options.heeds_circuit && self.shared.circuit().admit_no_probe().is_err();
+        let is_blocked = self.options.fails_if_circuit_opens && self.shared.circuit().admit_no_probe().is_err();
         if is_transient && !is_blocked { self.sleep_or(error.into()).await } else { Err(error.into()) }
     }
 

@@ -54,7 +54,7 @@ struct KeyQueue {
     // The last failure, unless the lease is held by this process.
     last_failure: Option<Failure>,
     // Notifies callers that wait for the next failure, if there are any.
-    watchers: Option<watch::Sender<Option<Failure>>>,
+    failure_sender: Option<watch::Sender<Option<Failure>>>,
 }
 
 /// Why the store has not granted a lease, for all callers in this process.
@@ -96,7 +96,7 @@ pub(super) enum Entered {
     Queue {
         waiter: QueuedWaiter,
         is_free_soon: bool,
-        watchers: Option<FailureWatch>,
+        failures: Option<FailureWatch>,
     },
     /// A caller whose wait is zero or over. It only awaits the next failure of the leader, and returns it as its own.
     Watching(FailureWatch),
@@ -116,7 +116,7 @@ pub(super) struct LeaderPermit {
     // Whether the queue is in the store, so that each caller calls it by itself.
     is_fair: bool,
     // Whether the caller bypasses the local queue.
-    is_unqueued: bool,
+    bypasses_queue: bool,
 }
 
 /// The position of a caller in the local queue.
@@ -186,7 +186,7 @@ impl LocalQueues {
     }
 
     /// Resolves when the current releases of this key have ended, or after `max_wait`. `None` if there are none.
-    pub(super) fn releases(
+    pub(super) fn wait_for_releases(
         &self,
         lock: &LockKey,
         max_wait: Duration,
@@ -238,7 +238,7 @@ impl Failure {
 
 impl KeyQueue {
     const fn new(replication_timeout: Duration) -> Self {
-        Self { queue: LocalQueue::new(), replication_timeout, last_failure: None, watchers: None }
+        Self { queue: LocalQueue::new(), replication_timeout, last_failure: None, failure_sender: None }
     }
 
     /// Returns the last failure as `Err` if it still applies, otherwise a watch of the next one.
@@ -251,12 +251,12 @@ impl KeyQueue {
     }
 
     fn watch(&mut self) -> FailureWatch {
-        self.watchers.get_or_insert_with(|| watch::channel(None).0).subscribe()
+        self.failure_sender.get_or_insert_with(|| watch::channel(None).0).subscribe()
     }
 
     fn notify_watchers(&mut self, failure: Failure) {
         // Drop the sender once no caller listens.
-        let _ = self.watchers.take_if(|watchers| watchers.send(Some(failure)).is_err());
+        let _ = self.failure_sender.take_if(|failure_sender| failure_sender.send(Some(failure)).is_err());
     }
 
     /// Sends the holder a release request on behalf of the first waiter.
@@ -284,7 +284,7 @@ impl LocksState {
             // itself.
             let mut permit = LeaderPermit::new(self, lock);
             permit.ends_on_drop = true;
-            permit.is_unqueued = true;
+            permit.bypasses_queue = true;
             queues.active.fetch_add(1, Ordering::SeqCst);
             return Ok(Entered::LeaderPermit(permit));
         }
@@ -299,7 +299,8 @@ impl LocksState {
         };
         let is_free_soon = entry.queue.is_free_soon();
         // Do not wait for a leader whose calls an open circuit would refuse.
-        if (options.wait.is_zero() || options.heeds_circuit) && !matches!(entry.queue.front(), Front::Held(_)) {
+        if (options.wait.is_zero() || options.fails_if_circuit_opens) && !matches!(entry.queue.front(), Front::Held(_))
+        {
             self.circuit().admit_no_probe()?;
         }
         if options.wait.is_zero() && !is_free_soon {
@@ -322,11 +323,11 @@ impl LocksState {
             },
         );
         entry.request_release();
-        let watchers = options.heeds_circuit.then(|| entry.watch());
+        let failures = options.fails_if_circuit_opens.then(|| entry.watch());
         Ok(Entered::Queue {
             waiter: QueuedWaiter { shared: Arc::clone(self), lock, position, handoff },
             is_free_soon,
-            watchers,
+            failures,
         })
     }
 
@@ -411,8 +412,8 @@ impl LocksState {
             let mut shard = queues.shard(grant.lock());
             let entry = shard.queues.get_mut(grant.lock());
             let hand_off = |waiter: &Waiter| {
-                let is_good_for = waiter.handoff_terms == Some((grant.ttl(), grant.replicas().count));
-                if is_good_for { grant.hand_off(waiter.max_hold, now) } else { None }
+                let meets_terms = waiter.handoff_terms == Some((grant.ttl(), grant.replicas().count));
+                if meets_terms { grant.hand_off(waiter.max_hold, now) } else { None }
             };
             let target = entry.map_or(ReleaseTarget::Unknown, |entry| {
                 let target = entry.queue.release_or_hand_off(grant, hand_off);
@@ -463,7 +464,7 @@ impl LeaderPermit {
             others_were_notified: false,
             ends_on_drop: false,
             is_fair: false,
-            is_unqueued: false,
+            bypasses_queue: false,
         }
     }
 
@@ -477,7 +478,7 @@ impl LeaderPermit {
         if let Some(entry) = self.shared.queues.shard(&self.lock).queues.get_mut(&self.lock) {
             entry.queue.granted(Arc::clone(grant));
             entry.last_failure = None;
-            if entry.watchers.is_some() {
+            if entry.failure_sender.is_some() {
                 entry.notify_watchers(Failure::Busy(grant.expires()));
             }
             entry.request_release();
@@ -511,14 +512,14 @@ impl Drop for LeaderPermit {
                 others_were_notified: self.others_were_notified,
                 ends_on_drop: false,
                 is_fair: false,
-                is_unqueued: false,
+                bypasses_queue: false,
             };
             self.shared.appoint(advance_leader, waiter);
         }
         if self.is_fair {
             self.shared.leave_fair_queue(&self.lock);
         }
-        if self.is_unqueued {
+        if self.bypasses_queue {
             self.shared.decrement_active();
         }
     }

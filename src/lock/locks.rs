@@ -80,7 +80,7 @@ impl Locks {
             is_fair: false,
             is_shared: false,
             requests_release: false,
-            heeds_circuit: false,
+            fails_if_circuit_opens: false,
             replication: Replication::Primary,
         };
         let shared = Arc::new(shared);
@@ -366,7 +366,7 @@ impl LockRequest {
 
     /// Do not wait while the circuit is open.
     pub(super) fn heeding_circuit(mut self) -> Self {
-        self.options.heeds_circuit = true;
+        self.options.fails_if_circuit_opens = true;
         self
     }
 

@@ -20,7 +20,7 @@ pub(super) struct AcquireOptions {
     pub(super) is_shared: bool,
     pub(super) requests_release: bool,
     /// Whether waiters give up while the circuit is open.
-    pub(super) heeds_circuit: bool,
+    pub(super) fails_if_circuit_opens: bool,
     pub(super) replication: Replication,
 }
 

@@ -144,7 +144,7 @@ impl IntoIterator for DescriptorList {
 }
 
 /// Whether every enforced descriptor has a decision. False if no descriptor is enforced.
-pub(super) fn enforced_decided(descriptors: &[Descriptor]) -> bool {
+pub(super) fn all_enforced_are_decided(descriptors: &[Descriptor]) -> bool {
     let mut enforced = descriptors.iter().filter(|descriptor| descriptor.enforced).peekable();
     enforced.peek().is_some() && enforced.all(|descriptor| descriptor.decision.is_some())
 }

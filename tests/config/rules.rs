@@ -355,7 +355,7 @@ const BAD: &[Bad] = &[
     ("[client_ip]\ntrusted_hops = 65", "the number of trusted hops is 1 to 64", "client_ip.trusted_hops", 2),
     ("[client_ip]\ntrusted_hops = -1", "invalid value", "client_ip.trusted_hops", 2),
     ("[client_ip]\ntrusted = [\"10.0.0.0/8\"]\ntrusted_hops = 1", "use either `trusted`, with networks, or `trusted_hops`", "client_ip.trusted_hops", 3),
-    ("[client_ip]\ntrusted_hops = 1\non_unreadable = \"pass\"", "unknown variant `pass`, expected `peer` or `reject`", "client_ip.on_unreadable", 3),
+    ("[client_ip]\ntrusted_hops = 1\non_unreadable = \"pass\"", "unknown variant `pass`, expected `proxy` or `reject`", "client_ip.on_unreadable", 3),
     // Patterns of other systems.
     ("POLICY\n[[rules]]\npath = \"/api/*\"\npolicy = \"a\"\nkey = \"global\"", "write `/api/{*rest}`", "rules[0].path", 4),
     ("POLICY\n[[rules]]\npath = \"/api/**\"\npolicy = \"a\"\nkey = \"global\"", "write `/api/{*rest}`", "rules[0].path", 4),

@@ -320,7 +320,7 @@ fn on_unreadable_reject_rejects_unreadable_values() {
         let request = request("10.0.0.1", &X_FORWARDED_FOR, lines);
         assert_eq!(strict.client_ip(&request), client.map(ip), "{lines:?}");
         assert_eq!(strict.extract_key(&request), client.map(|client| Key::from(ip(client))), "{lines:?}");
-        let ours = proxied().on_unreadable(OnUnreadable::Peer).client_ip(&request);
+        let ours = proxied().on_unreadable(OnUnreadable::Proxy).client_ip(&request);
         assert_eq!(ours, proxied().client_ip(&request), "the default");
     }
     let single = strict.clone().single_header("x-real-ip");

@@ -124,7 +124,7 @@ impl RedisOptions {
     /// options [from a pool](Self::from_pool), which has its own login.
     pub fn user(mut self, name: impl AsRef<str>, password: impl AsRef<str>) -> Self {
         if let Origin::Target(target) = &mut self.origin {
-            target.log_in(|redis| with_login(redis, name.as_ref(), password.as_ref()));
+            target.change_login(|redis| with_login(redis, name.as_ref(), password.as_ref()));
         }
         self
     }

@@ -63,11 +63,11 @@ impl Target {
             Some("cluster") => cluster(base, &Parts::split(rest)?)?,
             _ => server(&format!("{base}:{rest}"))?,
         };
-        let redis = parameters.log_in(target.redis().clone(), path_database(kind, rest))?;
+        let redis = parameters.change_login(target.redis().clone(), path_names_database(kind, rest))?;
         if matches!(target, Self::Cluster { .. }) && redis.db() != 0 {
             return Err(ConfigError::invalid_url("a cluster has only database 0, so its URL can name no other one"));
         }
-        target.log_in(|_| redis);
+        target.change_login(|_| redis);
         Ok((target, parameters))
     }
 
@@ -79,7 +79,7 @@ impl Target {
     }
 
     /// Changes the login of the data servers.
-    pub(crate) fn log_in(&mut self, change: impl FnOnce(RedisConnectionInfo) -> RedisConnectionInfo) {
+    pub(crate) fn change_login(&mut self, change: impl FnOnce(RedisConnectionInfo) -> RedisConnectionInfo) {
         match self {
             Self::Server(info) => *info = info.clone().set_redis_settings(change(info.redis_settings().clone())),
             Self::Sentinel { redis, .. } | Self::Cluster { redis, .. } => *redis = change(redis.clone()),
@@ -117,7 +117,12 @@ impl<'a> Parts<'a> {
     }
 
     /// For each host, builds a URL with the same login and database, and lets the client library parse it.
-    fn each(&self, base: &str, default_port: Option<u16>, database: &str) -> Result<Vec<ConnectionInfo>, ConfigError> {
+    fn parse_hosts(
+        &self,
+        base: &str,
+        default_port: Option<u16>,
+        database: &str,
+    ) -> Result<Vec<ConnectionInfo>, ConfigError> {
         let each = self.hosts.iter().map(|host| {
             if host.is_empty() {
                 return Err(ConfigError::invalid_url("a host is missing"));
@@ -134,7 +139,7 @@ impl<'a> Parts<'a> {
 }
 
 /// Whether the path of a URL names a database. The path of a Unix socket URL is the path of the socket.
-fn path_database(kind: Option<&str>, rest: &str) -> bool {
+fn path_names_database(kind: Option<&str>, rest: &str) -> bool {
     let path = rest.trim_start_matches('/').split_once('/').map_or("", |(_, path)| path);
     let database = match kind {
         Some("sentinel") => path.split_once('/').map_or("", |(_, database)| database),
@@ -158,20 +163,20 @@ fn sentinel(base: &str, parts: &Parts<'_>) -> Result<Target, ConfigError> {
             "the path should name the service that the Sentinels watch, as `/mymaster` does",
         ));
     }
-    let infos = parts.each(base, Some(SENTINEL_PORT), database)?;
-    let redis = log_in_of(&infos);
+    let infos = parts.parse_hosts(base, Some(SENTINEL_PORT), database)?;
+    let redis = login_of(&infos);
     let sentinels = infos.into_iter().map(|info| info.addr().clone()).collect();
     // The login of the URL is for the data servers. Sentinels have their own users, and most require no login.
     Ok(Target::Sentinel { sentinels, service: service.into_owned(), redis, sentinel: RedisConnectionInfo::default() })
 }
 
 fn cluster(base: &str, parts: &Parts<'_>) -> Result<Target, ConfigError> {
-    let infos = parts.each(base, None, parts.path)?;
-    let redis = log_in_of(&infos);
+    let infos = parts.parse_hosts(base, None, parts.path)?;
+    let redis = login_of(&infos);
     Ok(Target::Cluster { seeds: infos.into_iter().map(|info| info.addr().clone()).collect(), redis })
 }
 
-fn log_in_of(infos: &[ConnectionInfo]) -> RedisConnectionInfo {
+fn login_of(infos: &[ConnectionInfo]) -> RedisConnectionInfo {
     infos.first().map(|info| info.redis_settings().clone()).unwrap_or_default()
 }
 
@@ -318,7 +323,7 @@ mod tests {
             ("redis+cluster://h1,h2?db=0&", 0),
         ] {
             let (mut target, parameters) = Target::parse(&format!("{url}{query}")).unwrap();
-            target.log_in(|redis| {
+            target.change_login(|redis| {
                 assert_eq!((redis.username(), redis.password()), (Some("ann"), Some("p@s?s+w")), "{url}");
                 assert_eq!((redis.db(), redis.protocol()), (database, redis::ProtocolVersion::RESP3), "{url}");
                 redis

@@ -55,7 +55,7 @@ impl Parameters {
     }
 
     /// Merges user, password, database and protocol into the login from the rest of the URL. Contradictions are errors.
-    pub(crate) fn log_in(
+    pub(crate) fn change_login(
         &self,
         mut redis: RedisConnectionInfo,
         names_database: bool,

@@ -32,7 +32,7 @@ impl AttemptResults {
     }
 
     /// The result of an attempt that has ended.
-    pub(crate) fn ended(
+    pub(crate) fn ack_of_ended(
         &mut self,
         job: &RunningJob,
         ended: Result<Result<(), BoxError>, JoinError>,
@@ -48,14 +48,14 @@ impl AttemptResults {
             (Ok(Err(error)), stop) => self.failed(lease, job.attempt, error, stop, now),
             (Err(error), _) => match error.try_into_panic() {
                 Ok(panic) => self.panicked(lease, job.attempt, panic),
-                Err(_) => return self.dropped(job),
+                Err(_) => return self.ack_of_dropped(job),
             },
         };
         job.ack(ack)
     }
 
     /// The result of a job whose future was dropped.
-    pub(crate) fn dropped(&self, job: &RunningJob) -> PendingAck {
+    pub(crate) fn ack_of_dropped(&self, job: &RunningJob) -> PendingAck {
         job.ack(PendingAck::dropped(job.lease, job.timers.stop_reason(), self.backoff.delay(job.attempt)))
     }
 

@@ -15,7 +15,7 @@ use tower_service::Service;
 use super::attempt_results::AttemptResults;
 use super::error::WorkerError;
 use super::partition::{Call, Partition};
-use super::plan::{Action, Progress, Services, State, plan};
+use super::plan::{Action, IdleServices, Progress, State, plan};
 use super::ready::ReadyServices;
 use super::reporter::Reporter;
 use super::running_jobs::{Ended, RunningJobs};
@@ -42,7 +42,7 @@ pub(crate) struct WorkerLoop<T, S, C> {
     progress: Progress,
     pub(super) partitions: Vec<Partition>,
     // The partition to consider first for the next call. It moves on, so that the partitions take turns.
-    first_partition: usize,
+    next_partition: usize,
     pub(super) jobs: RunningJobs,
     pub(super) calls: StoreCalls<T, C>,
     pub(super) results: AttemptResults,
@@ -73,7 +73,7 @@ impl<T, S, C> WorkerLoop<T, S, C> {
             stage: Stage::Working,
             progress: Progress::Start,
             partitions: queue.partitions().map(|key| Partition::new(key, now)).collect(),
-            first_partition: 0,
+            next_partition: 0,
             jobs: RunningJobs::new(settings.lease, settings.abort_after),
             calls: StoreCalls::new(queue.clone(), worker, &settings),
             results: AttemptResults::new(settings.backoff, now),
@@ -91,7 +91,7 @@ impl<T, S, C> WorkerLoop<T, S, C> {
             stage: self.stage,
             progress: self.progress,
             partitions: &self.partitions,
-            first_partition: self.first_partition,
+            next_partition: self.next_partition,
             concurrency: self.settings.concurrency,
             abort_after: self.settings.abort_after,
             running: self.jobs.len(),
@@ -108,7 +108,7 @@ impl<T, S, C> WorkerLoop<T, S, C> {
     fn shut_down(&mut self, now: Instant) {
         if self.stage.is_working() {
             self.stage = Stage::draining(now, self.settings.grace);
-            self.services.release();
+            self.services.drop_ready();
         }
     }
 
@@ -143,7 +143,7 @@ impl<T, S, C> WorkerLoop<T, S, C> {
             discard_joined(ended);
             return;
         }
-        let ack = self.results.ended(&job, ended.map(|(_, result)| result), now);
+        let ack = self.results.ack_of_ended(&job, ended.map(|(_, result)| result), now);
         self.partitions[job.partition].add_ack(job.timers.lease_ends(), ack);
     }
 
@@ -227,7 +227,7 @@ where
         self.progress = Progress::Checked;
         let checked = self.jobs.check(now);
         for job in checked.abandoned.iter().filter_map(|task| self.jobs.get(task)) {
-            self.partitions[job.partition].add_ack(job.timers.lease_ends(), self.results.dropped(job));
+            self.partitions[job.partition].add_ack(job.timers.lease_ends(), self.results.ack_of_dropped(job));
             self.reporter.abandoned(job);
         }
         let timeout = self.call_timeout();
@@ -247,7 +247,7 @@ where
     /// Sends a call that records results and claims jobs.
     fn send(&mut self, call: Call, now: Instant) {
         if call.max_jobs > 0 {
-            self.first_partition = call.partition + 1;
+            self.next_partition = call.partition + 1;
         }
         let (timeout, partition) = (self.call_timeout(), &mut self.partitions[call.partition]);
         self.calls.claim(partition.key, partition.start_call(call, now), timeout);
@@ -256,15 +256,15 @@ where
     async fn wait(
         &mut self,
         until: Option<Instant>,
-        services: Services,
+        services: IdleServices,
         shutdown: Pin<&mut impl Future<Output = ()>>,
         notifications: &mut mpsc::Receiver<usize>,
     ) -> LoopEvent<T> {
-        if services == Services::Release {
-            self.services.release();
+        if services == IdleServices::Release {
+            self.services.drop_ready();
         }
         let (is_working, ready) = (self.stage.is_working(), &mut self.services);
-        let awaited = if let Services::Await(wanted) = services { Some(wanted) } else { None };
+        let awaited = if let IdleServices::Await(wanted) = services { Some(wanted) } else { None };
         tokio::select! {
             () = shutdown, if is_working => LoopEvent::ShutDown,
             Some(ended) = self.jobs.next_ended() => LoopEvent::Ended(ended),

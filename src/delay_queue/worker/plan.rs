@@ -21,8 +21,8 @@ pub(crate) struct State<'a> {
     pub(crate) stage: Stage,
     pub(crate) progress: Progress,
     pub(crate) partitions: &'a [Partition],
-    // The partition whose call is sent first.
-    pub(crate) first_partition: usize,
+    // The partition to consider first for the next call.
+    pub(crate) next_partition: usize,
     // The largest number of concurrent jobs.
     pub(crate) concurrency: usize,
     pub(crate) abort_after: Duration,
@@ -70,12 +70,12 @@ pub(crate) enum Action {
     /// End the worker. This many results could not be recorded.
     Stop { unrecorded: usize },
     /// Wait for an event, until this instant at most.
-    Wait { until: Option<Instant>, services: Services },
+    Wait { until: Option<Instant>, services: IdleServices },
 }
 
 /// What to do with instances of the service during a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Services {
+pub(crate) enum IdleServices {
     Keep,
     /// Drop the ready ones, since they may hold permits that others need.
     Release,
@@ -108,9 +108,9 @@ pub(crate) fn plan(now: Instant, state: &State<'_>) -> Action {
         return Action::Stop { unrecorded };
     }
     let services = match wanted {
-        0 if state.reserved == 0 => Services::Release,
-        _ if is_pending => Services::Await(wanted.min(state.ready + 1)),
-        _ => Services::Keep,
+        0 if state.reserved == 0 => IdleServices::Release,
+        _ if is_pending => IdleServices::Await(wanted.min(state.ready + 1)),
+        _ => IdleServices::Keep,
     };
     Action::Wait { until: state.wake_at(now), services }
 }
@@ -167,7 +167,7 @@ impl State<'_> {
     /// The next call to send. The partitions take turns.
     fn next_call(&self, now: Instant) -> Option<Call> {
         let count = self.partitions.len();
-        (0..count).find_map(|i| self.call((self.first_partition + i) % count, now))
+        (0..count).find_map(|i| self.call((self.next_partition + i) % count, now))
     }
 
     /// The call to send for a partition, if there is one to send now.

@@ -83,7 +83,7 @@ impl<S> ReadyServices<S> {
     }
 
     /// Drops ready instances, since they may hold permits that others need.
-    pub(crate) fn release(&mut self) {
+    pub(crate) fn drop_ready(&mut self) {
         if self.source.is_some() {
             self.ready.clear();
             self.pending = None;

@@ -7,7 +7,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::rate_limit::circuit_events::ShadowPolicies;
 use crate::rate_limit::decision::Decision;
-use crate::rate_limit::descriptor::{Descriptor, enforced_decided};
+use crate::rate_limit::descriptor::{Descriptor, all_enforced_are_decided};
 use crate::rate_limit::layer_config::LayerConfig;
 use crate::rate_limit::metrics::Verdict;
 use crate::rate_limit::policy::Policy;
@@ -55,7 +55,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
             return Ok(());
         }
         let is_reachable = !self.shared.circuits.store.is_open() && !self.deadline.is_zero();
-        if !is_reachable && (decider.exceeds_capacity || enforced_decided(descriptors)) {
+        if !is_reachable && (decider.exceeds_capacity || all_enforced_are_decided(descriptors)) {
             // The result is certain already. A call would only fetch the state of other policies, or charge shadow policies.
             return Ok(());
         }
@@ -66,7 +66,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
             self.policy.metrics().record_call_time(start.elapsed());
         }
         result.inspect_err(|error| {
-            if enforced_decided(descriptors) {
+            if all_enforced_are_decided(descriptors) {
                 // Their failures must not open the store's circuit, which would leave the enforced policies to the fallback.
                 self.shared.circuits.shadow.failed(&ShadowPolicies(&self.policy), error);
             } else {
@@ -87,7 +87,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         if decider.call_enforced(descriptors).await? {
             circuits.store.answered(self);
         }
-        let only_shadow_left = enforced_decided(descriptors);
+        let only_shadow_left = all_enforced_are_decided(descriptors);
         if only_shadow_left && circuits.shadow.admit().is_err() {
             // The store fails for shadow policies. A call about them could delay the request until its deadline. They stay undecided.
             return Ok(());

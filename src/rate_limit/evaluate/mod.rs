@@ -8,7 +8,7 @@ mod resolve;
 
 use tracing::Instrument;
 
-use super::descriptor::{Descriptor, DescriptorList, enforced_decided};
+use super::descriptor::{Descriptor, DescriptorList, all_enforced_are_decided};
 use super::layer_config::LayerConfig;
 use super::rejection::Rejection;
 use super::store::RateLimitStore;
@@ -39,7 +39,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         descriptors.iter_mut().for_each(|descriptor| descriptor.question = None);
         match queried {
             // Only shadow policies failed.
-            Err(_) if enforced_decided(descriptors) => Ok(()),
+            Err(_) if all_enforced_are_decided(descriptors) => Ok(()),
             queried => queried,
         }
     }

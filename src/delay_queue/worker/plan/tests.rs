@@ -25,7 +25,7 @@ impl Worker {
             stage: Stage::Working,
             progress: Progress::Polled { wanted: CONCURRENCY, is_pending: ready < CONCURRENCY },
             partitions: &[],
-            first_partition: 0,
+            next_partition: 0,
             concurrency: CONCURRENCY,
             abort_after: secs(5),
             running: 0,
@@ -80,7 +80,7 @@ impl Worker {
     }
 
     /// What the worker waits for when it has nothing else to do.
-    fn waits(&mut self) -> (Option<Instant>, Services) {
+    fn waits(&mut self) -> (Option<Instant>, IdleServices) {
         self.calls();
         match self.plan() {
             Action::Wait { until, services } => (until, services),
@@ -180,7 +180,7 @@ fn due_jobs_are_claimed_for_ready_services() {
 #[test]
 fn nothing_is_claimed_without_a_ready_service() {
     let mut worker = Worker::polled(1, 0);
-    assert_eq!(worker.waits(), (Some(worker.now + Claim::MAX_WAIT), Services::Await(1)));
+    assert_eq!(worker.waits(), (Some(worker.now + Claim::MAX_WAIT), IdleServices::Await(1)));
 }
 
 #[test]
@@ -327,7 +327,7 @@ fn age_of_due_jobs_is_refreshed_without_capacity() {
 
 #[test]
 fn idle_worker_sleeps_until_it_is_woken() {
-    assert_eq!(Worker::idle().waits(), (None, Services::Release));
+    assert_eq!(Worker::idle().waits(), (None, IdleServices::Release));
 }
 
 #[test]
@@ -348,13 +348,13 @@ fn worker_wakes_for_whatever_comes_first() {
 fn services_are_kept_while_a_claim_is_in_flight() {
     let mut worker = Worker::idle();
     (worker.state.ready, worker.state.reserved, worker.state.calls) = (2, 2, 1);
-    assert_eq!(worker.waits().1, Services::Keep);
+    assert_eq!(worker.waits().1, IdleServices::Keep);
 }
 
 #[test]
 fn worker_waits_for_one_more_service() {
     let mut worker = Worker::polled(1, 3);
-    assert_eq!(worker.waits().1, Services::Await(4));
+    assert_eq!(worker.waits().1, IdleServices::Await(4));
 }
 
 // The shutdown.
@@ -382,13 +382,13 @@ fn grace_period_ends_with_the_last_job() {
 fn grace_period_waits_for_claims_in_flight() {
     let mut worker = Worker::idle();
     (worker.state.stage, worker.state.reserved, worker.state.calls) = (Stage::Draining(worker.now + secs(20)), 1, 1);
-    assert_eq!(worker.waits(), (Some(worker.now + secs(20)), Services::Keep));
+    assert_eq!(worker.waits(), (Some(worker.now + secs(20)), IdleServices::Keep));
 }
 
 #[test]
 fn jobs_that_do_not_yield_are_abandoned() {
     let (now, action) = next_stage(|now| Stage::Releasing(now + secs(1)), 1);
-    assert_eq!(action, Action::Wait { until: Some(now + secs(1)), services: Services::Release });
+    assert_eq!(action, Action::Wait { until: Some(now + secs(1)), services: IdleServices::Release });
     let (now, action) = next_stage(Stage::Releasing, 1);
     assert_eq!(action, Action::Enter(Stage::Flushing(now + secs(5))));
 }
