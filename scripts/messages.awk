@@ -34,6 +34,8 @@ FNR == 1 { reset() }
 {
   line = $0
   if (continued) { sub(/^[ \t]+/, "", line); continued = 0 }
+  # A macro's parameter is part of the message.
+  while (match(line, /\$[a-z_]+, "/)) line = substr(line, 1, RSTART - 1) "\"<" substr(line, RSTART + 1, RLENGTH - 4) ">" substr(line, RSTART + RLENGTH)
   if (state == "code" && !skipping && line ~ /^[ \t]*#\[cfg\((all\()?test[,)]/) test_item = 1
   if (state == "code" && line ~ /^[ \t]*#!?\[/) in_attribute = 1
   while (line != "") {
