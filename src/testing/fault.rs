@@ -688,7 +688,7 @@ mod tests {
                 methods.push((signature.split(['(', '<']).next().unwrap_or_default().to_owned(), String::new()));
             }
             if let Some((_, text)) = methods.last_mut().filter(|_| !line.trim_start().starts_with("//")) {
-                text.push_str(line);
+                text.push_str(line.trim());
             }
         }
         methods
