@@ -107,7 +107,7 @@ pub struct ClientIp {
     warnings: Arc<Warnings>,
 }
 
-/// The key of a request if a trusted proxy wrote a value without an address. Defaults to [`Peer`](Self::Peer).
+/// The key of a request if a trusted proxy wrote a value without an address. Defaults to [`Proxy`](Self::Proxy).
 ///
 /// Proxies write the value, so a client cannot choose it. The usual cause is a proxy that writes the header in another form.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
