@@ -14,8 +14,9 @@
 -- ARGV[9]  publish    PUBLISH, or SPUBLISH on a cluster
 -- ARGV[10] channel    channel of the waiters
 --
--- Value    entry: 1 byte version 1, 1 byte is_value, 16 bytes id, 7 bytes time of the put, 7 bytes time of becoming stale,
---          7 bytes time of its end, 4 bytes load_ms, 2 bytes length of the tags, the tags, the value. Times are in milliseconds of the server's clock. Numbers have their lowest byte first
+-- Value    entry: 1 byte version 1, 1 byte is_value, 16 bytes id, 7 bytes time of the put, 7 bytes time of becoming stale.
+--          Then 7 bytes time of its end, 4 bytes load_ms, 2 bytes length of the tags, the tags, the value. Times are in
+--          milliseconds of the server's clock. Numbers are little endian
 -- Returns  {stored, now_ms}: 1, or 0 if the token does not hold the lease. now_ms is the server's clock
 -- Errors   WRONGTYPE
 -- Repeat   stores nothing again, and returns 1 while the entry is the same

@@ -168,7 +168,7 @@ impl LocalQueues {
         self.shards[lock.shard(SHARDS)].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// `Err` is a failure that applies already. Otherwise `Ok` watches for the next one. `None` without a leader. `None` without a leader.
+    /// `Err` is a failure that applies already. Otherwise `Ok` watches for the next one. `None` without a leader.
     pub(super) fn watch_failure(&self, lock: &LockKey) -> Option<Result<FailureWatch, Failure>> {
         self.shard(lock).queues.get_mut(lock).map(KeyQueue::watch_failure)
     }

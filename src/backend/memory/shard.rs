@@ -13,7 +13,7 @@ const SAMPLE: usize = 8;
 /// The search for a sample visits at most this many buckets. At least an eighth of all buckets are taken; otherwise the table
 /// [shrinks](Shard::shrink). A table with at most this many buckets does not shrink.
 const SAMPLED_BUCKETS: usize = 64;
-/// How many other keys an insertion examines, in at most [`SWEPT_BUCKETS`] buckets, to remove those that expired a while ago. Two, so that
+/// How many other keys an insertion examines, in at most [`SWEPT_BUCKETS`] buckets, to remove keys that expired a while ago. Two, so that
 /// the expired keys never far outnumber the others.
 const SWEPT: usize = 2;
 const SWEPT_BUCKETS: usize = 16;

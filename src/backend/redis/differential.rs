@@ -110,7 +110,7 @@ fn traces() -> impl Strategy<Value = Trace> {
         1 => 0..3_000_000_u64,
     ];
     let cost = prop_oneof![60 => Just(0_u64), 6 => 0..30_u64, 1 => 0..1_001_u64];
-    // Resets are rare, so that logs allocate long enough to be trimmed.
+    // Resets are rare, so that logs grow long enough to be trimmed.
     let verb = prop_oneof![
         400 => cost.clone().prop_map(|cost| Verb::Check { cost }),
         40 => (cost.clone(), 0..3_u64).prop_map(|(cost, other)| Verb::CheckTwo { cost, other }),

@@ -579,7 +579,7 @@ impl Scripts {
         self.cache_filter_allocate.call(servers, &[bits], args).await
     }
 
-    /// The keys are the versions, the new version, and the one that was built before or the versions again.
+    /// Keys: the versions, the new version, and the previous unfinished version. A missing one is replaced by the versions.
     pub(crate) async fn cache_filter_begin(
         &self,
         servers: &Servers,
@@ -590,7 +590,7 @@ impl Scripts {
         self.cache_filter_begin.call(servers, &keys, (seen, start, keep_versions_ms(ttl))).await
     }
 
-    /// The keys are the versions, the active version, and the one that is built. A missing one is the versions again.
+    /// Keys: the versions, the active version, and the unfinished version. A missing one is replaced by the versions.
     pub(crate) async fn cache_filter_add(
         &self,
         servers: &Servers,
@@ -604,7 +604,7 @@ impl Scripts {
         self.cache_filter_add.call(servers, &keys, (seen, active.as_slice(), building.as_slice(), times)).await
     }
 
-    /// The keys are the versions, the one that is built, and the active one or the versions again.
+    /// Keys: the versions, the unfinished version, and the active version. A missing one is replaced by the versions.
     pub(crate) async fn cache_filter_end(
         &self,
         servers: &Servers,

@@ -245,7 +245,7 @@ impl ExistsFilter {
     /// The stream is first polled after [`visible_within`](Self::visible_within): run the query in it, and not before. Keys that are added
     /// meanwhile are in the new filter too. Until the end, the old filter is used.
     ///
-    /// If two processes rebuild a filter, the one that began last succeeds: hold a [lock](crate::Locks) meanwhile.
+    /// If two processes rebuild a filter, only the later rebuild succeeds: hold a [lock](crate::Locks) meanwhile.
     ///
     /// # Errors
     ///

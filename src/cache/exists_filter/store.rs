@@ -12,7 +12,7 @@ pub use crate::store::token::Token;
 /// What an [`ExistsFilter`](super::ExistsFilter) needs from a backend: versions of a filter, of which one is in use, and one may be built.
 ///
 /// ```text
-///          allocate            begin_build            end_build
+///        allocate          begin_build            end_build
 ///   none -------> hidden -------------> building -----------> active, and the active version before is removed
 ///                                           |
 ///                                           +---------------> removed: abandoned, or another build began
@@ -59,7 +59,7 @@ pub trait ExistsFilterStore {
         layout: &Layout,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Makes a hidden version the one that is built, and removes the one that was built before. False if the versions are not those in
+    /// Begins to build a hidden version, and removes the previous unfinished version. False if the versions are not those in
     /// `seen`, or if the hidden version is gone; then nothing changes. May be repeated.
     fn begin_build(
         &self,
@@ -69,7 +69,7 @@ pub trait ExistsFilterStore {
         ttl: Duration,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Sets bits in the active version and in the one that is built. May be repeated.
+    /// Sets bits in the active version and in the unfinished version. May be repeated.
     ///
     /// If there are no versions, the store keeps the time of the first such call until a build begins. A store that never loses the ids of
     /// versions in use need not keep it.
@@ -201,7 +201,7 @@ impl NewBits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Added {
-    /// The versions are not those that the caller has seen. Nothing has changed.
+    /// Another process has changed the versions since the caller read them. Nothing has changed.
     Changed,
     /// There are no versions. Others may still use versions whose ids the store lost shortly before the first such reply.
     Missing {

@@ -74,7 +74,7 @@ fn status(lock: &LockKey, reply: &Value) -> Option<LockStatus> {
     Some(LockStatus { lock: *lock, last_fence, kind, holder_count, holders: holders.collect::<Option<_>>()? })
 }
 
-/// Scans about `max` keys. Returns those that match the pattern, and the next cursor.
+/// Scans about `max` keys. Returns the keys that match the pattern, and the next cursor.
 pub(crate) async fn scan(
     servers: &Servers,
     from: Cursor,
