@@ -11,8 +11,9 @@
 -- ARGV[5]  build_ms     how long the version that is built is kept from now on, 0 to leave its expiry
 -- ARGV[6]  keep_ms      how long versions is kept from now on, longer than each version
 --
--- Returns  {1, active, building}: the bits are set in the versions with 1, and those with 0 are not intact | {0, 0, 0}: versions has another value
---          | {2, since_ms, 0}: there are no versions, and for this long additions have found none
+-- Returns  {1, active, building}: the bits are set in the versions with 1, and those with 0 are not intact | {0, 0, 0}: versions has
+--          another value
+--          | {2, missing_ms, 0}: there are no versions, and for this long additions have found none
 -- Errors   TOLLGATE for more than 128 keys; WRONGTYPE
 -- Repeat   sets the same bits again
 local versions, active, building, seen, in_active, in_building = KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2], ARGV[3]
@@ -65,7 +66,8 @@ local found, since_ms = read_ids(versions)
 if found == '' then
   local time = redis.call('TIME')
   local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-  -- Redis may have evicted versions a moment ago, so others may still use them. A later time is that of a clock that was set back.
+  -- Redis may have evicted versions a moment ago, so others may still use them. If since_ms is later than now_ms, the clock of the server
+  -- was set back.
   since_ms = math.min(since_ms or now_ms, now_ms)
   redis.call('SET', versions, '\1' .. struct.pack('<I7', since_ms), 'PX', keep_ms)
   return {2, now_ms - since_ms, 0}

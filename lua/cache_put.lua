@@ -19,7 +19,7 @@
 --          milliseconds of the server's clock. Numbers are little endian
 -- Returns  {stored, now_ms}: 1, or 0 if the token does not hold the lease. now_ms is the server's clock
 -- Errors   WRONGTYPE
--- Repeat   stores nothing again, and returns 1 while the entry is the same
+-- Repeat   a load stores nothing again, and gets 1 while the entry is the same. With is_load 0, the entry is stored again
 local entry, lease, token, is_load, is_value = KEYS[1], KEYS[2], ARGV[1], ARGV[2] == '1', ARGV[3] + 0
 local fresh_ms, ttl_ms, load_ms, tags, value = ARGV[4] + 0, ARGV[5] + 0, ARGV[6] + 0, ARGV[7], ARGV[8]
 local publish, channel = ARGV[9], ARGV[10]

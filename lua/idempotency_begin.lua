@@ -2,7 +2,7 @@
 --
 -- Includes idempotency_record
 -- KEYS[1]  record      string, expires `keep_ms` after the lease  prefix:2:{idempotency:<part>}:<scope>:<key>:record
--- KEYS[2]  records     sorted set, expires some time after its last record     
+-- KEYS[2]  records     sorted set, expires some time after its last record
 --                                                                 prefix:2:{idempotency}:<caller>:records, on a cluster {idempotency:<part>}
 -- ARGV[1]  token       16 random bytes, new for each attempt
 -- ARGV[2]  head        16 bytes, fingerprint of the request without its body
@@ -11,18 +11,29 @@
 -- ARGV[5]  takes_over  1 to execute again if the outcome is unknown, otherwise 0
 -- ARGV[6]  max_records maximum number of records of the caller, 0 for no bound
 --
--- Value    record: 1 byte version 1, 1 byte state (0 free, 1 in flight, 2 completed, 3 completed without a response), 4 bytes attempt,
---          7 bytes fence, 7 bytes end of the lease in us, 4 bytes its length in ms (completed: the time of completion, and 0), little
---          endian. Then 16 bytes head, 16 bytes token, 24 bytes body: the fingerprint of the body (1 byte 0 none, 1 partial, 2
---          complete; 7 bytes length; 16 bytes digest). Then the response, or before completion the last checkpoint, see
---          idempotency_renew. Five zeros stand for the checkpoint after a takeover of an attempt without one
---          records: for each record of the caller the first 20 digits of the SHA-1 of its key, and its end in ms
--- Returns  key used by another request: {0}. Claimed: {1, fence, attempt, body, checkpoint}, with the state of earlier attempts. In
---          flight: {2, remaining_ms, body}. Outcome unknown, since the lease ended before completion: {3, attempt, body}.
---          Completed: {4, body, response}. Completed without a stored response: {5, body, response}. No record, and the caller
---          has as many as allowed: {6, remaining_ms}, until the first of them ends
--- Repeat   harmless: the token in flight renews its lease and gets the same reply. A released token claims nothing until another token
---          is released unclaimed
+-- Value    record, numbers in little endian:
+--            1 byte    version 1
+--            1 byte    state: 0 free, 1 in flight, 2 completed, 3 completed without a response
+--            4 bytes   number of the attempt
+--            7 bytes   fence
+--            7 bytes   in flight: the end of the lease in us; completed: the time of completion; free: 0
+--            4 bytes   in flight: the length of the lease in ms; otherwise 0
+--            16 bytes  head
+--            16 bytes  token
+--            24 bytes  body, the fingerprint of the body: 1 byte 0 none, 1 partial, 2 complete; 7 bytes length; 16 bytes digest
+--            rest      completed: the response. Otherwise the last checkpoint, see idempotency_renew, or nothing. After a takeover from an
+--                      attempt without a checkpoint: five zeros
+--          records: for each record of the caller the first 20 digits of the SHA-1 of its key, and the time in ms until which the record
+--          counts
+-- Returns  {0}                                         the key is used by another request
+--          {1, fence, attempt, body, checkpoint}       claimed; body and checkpoint are those of earlier attempts
+--          {2, remaining_ms, body}                     in flight
+--          {3, attempt, body}                          the outcome is unknown, since the lease ended before completion
+--          {4, body, response}                         completed
+--          {5, body, mark}                             completed; the mark stands for the response, which is not stored
+--          {6, remaining_ms}                           no record, and the caller has max_records; the first of them ends after remaining_ms
+-- Repeat   harmless: the token in flight renews its lease and gets the same reply. A released token gets {2, 1, body} while the free record
+--          holds the token: until another token claims or is released, or the operation is forgotten
 local records, token, head = KEYS[2], ARGV[1], ARGV[2]
 local lease_ms, keep_ms, takes_over, max_records = ARGV[3] + 0, ARGV[4] + 0, ARGV[5] == '1', ARGV[6] + 0
 
@@ -40,10 +51,10 @@ if state == 0 and holder == token then
 end
 local now_ms = math.floor(now / 1000)
 local member = max_records > 0 and redis.sha1hex(record):sub(1, 20)
--- A record that was released before its claim arrived is not counted yet.
+-- A free record may be uncounted, for instance because its release found no room.
 if state == 0 and max_records > 0 and not (stored and redis.call('ZSCORE', records, member)) then
   local count = redis.call('ZCARD', records)
-  -- Each eight new records remove up to sixteen ended ones.
+  -- If the count is a multiple of eight or has reached the maximum, up to sixteen ended records are removed.
   if count % 8 == 0 or count >= max_records then
     local ended = redis.call('ZRANGEBYSCORE', records, '-inf', now_ms, 'LIMIT', 0, 16)
     if #ended > 0 then
@@ -68,7 +79,7 @@ if state > 1 then
   return {state + 2, body, rest}
 end
 if state == 1 then
-  -- A lease that ends later than its length from now predates a clock step back.
+  -- If a lease ends later than now plus its length, the clock was set back after the lease began.
   if ends - now > length_ms * 1000 then
     ends = now + length_ms * 1000
     stored = struct.pack('<BBI4I7I7I4', 1, 1, attempt, fence, ends, length_ms) .. stored:sub(25)
@@ -82,14 +93,14 @@ if state == 1 then
   end
 end
 if not is_ours then
-  -- Above the clock, in case the last fence was forgotten; above the last fence, in case the clock was set back.
-  fence = math.max(fence, now - 1) + 1
+  -- At least the clock, in case the last fence was forgotten; above the last fence, in case the clock was set back.
+  fence = math.max(fence + 1, now)
   attempt = math.min(attempt + 1, 4294967295)
   if state == 1 and #rest == 0 then
     rest = taken_over
   end
 end
--- Count first: without room in the count, nothing is begun.
+-- Count first: on a full server the ZADD fails, and then the script has written no record.
 if max_records > 0 and not is_ours then
   redis.call('ZADD', records, now_ms + lease_ms + keep_ms, member)
   -- Longer than needed, so that this is not repeated each time.

@@ -20,20 +20,20 @@ local answer, publish, channel = ARGV[5], ARGV[6], ARGV[7]
 if not stored then
   return 0
 end
-local is, attempt, last, ends, length_ms = struct.unpack('<BI4I7I7I4', stored, 2)
+local current, attempt, current_fence, ends = struct.unpack('<BI4I7I7I4', stored, 2)
 local nobody = string.rep('\0', 16)
-if last ~= fence then
+if current_fence ~= fence then
   return 0
 end
-if is == state and stored:sub(41, 56) == nobody and stored:sub(81) == answer then
+if current == state and stored:sub(41, 56) == nobody and stored:sub(81) == answer then
   return 1
 end
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
--- A lease that ends later than its length from now predates a clock step back.
-local is_unknown = is == 1 and math.min(ends - now, length_ms * 1000) <= 0
-local was_kept_by_this = is > 1 and stored:sub(41, 56) == nobody
-if not (found == 4 and is_unknown or found == is and was_kept_by_this) then
+-- The outcome is unknown if the lease has ended.
+local is_unknown = current == 1 and ends <= now
+local is_by_operator = current > 1 and stored:sub(41, 56) == nobody
+if not (found == 4 and is_unknown or found == current and is_by_operator) then
   return 0
 end
 local head, body = stored:sub(25, 40), stored:sub(57, 80)

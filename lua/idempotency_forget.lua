@@ -17,22 +17,22 @@ local publish, channel = ARGV[4], ARGV[5]
 if not stored then
   return 0
 end
-local is, attempt, last, ends, length_ms = struct.unpack('<BI4I7I7I4', stored, 2)
+local current, attempt, current_fence, ends = struct.unpack('<BI4I7I7I4', stored, 2)
 local none = string.rep('\0', 56)
-if is == 1 then
+if current == 1 then
   local time = redis.call('TIME')
-  if math.min(ends - time[1] * 1000000 - time[2], length_ms * 1000) <= 0 then
-    is = 4
+  if ends <= time[1] * 1000000 + time[2] then
+    current = 4
   end
-elseif is == 0 and stored:sub(25) == none then
+elseif current == 0 and stored:sub(25) == none then
   -- This script freed it before.
-  is = state
+  current = state
 end
-if is ~= state or last ~= fence then
+if current ~= state or current_fence ~= fence then
   return 0
 end
 -- On a full server the first write of a script must need no memory.
 redis.pcall('PEXPIRE', record, keep_ms)
-redis.call('SET', record, struct.pack('<BBI4I7I7I4', 1, 0, attempt, last, 0, 0) .. none, 'PX', keep_ms)
+redis.call('SET', record, struct.pack('<BBI4I7I7I4', 1, 0, attempt, current_fence, 0, 0) .. none, 'PX', keep_ms)
 notify(publish, channel, '1')
 return 1

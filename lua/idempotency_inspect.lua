@@ -4,10 +4,12 @@
 -- KEYS[1]  record  string, see idempotency_begin                  prefix:2:{idempotency:<part>}:<scope>:<key>:record
 -- ARGV[1]  max_bytes  maximum size of a checkpoint; a longer one is not returned
 --
--- Value    record: see idempotency_begin; unchanged, except for the end of a lease that predates a clock step back
--- Returns  {} without a record, or {state, fence, attempt, lasts_ms, kept_ms, checkpoint}. state: that of the record, or 4 if the lease ended
---          without a result, so that the outcome is unknown. lasts_ms: until the end of the lease, or since then. kept_ms: until the record
---          expires. checkpoint: empty if there is none
+-- Value    record: see idempotency_begin; unchanged, except that a lease is shortened if the clock was set back after the lease began
+-- Returns  {} without a record, or {state, fence, attempt, lasts_ms, kept_ms, checkpoint}
+--            state       that of the record, or 4 if the lease ended without a result, so that the outcome is unknown
+--            lasts_ms    until the end of the lease, or since then
+--            kept_ms     until the record expires
+--            checkpoint  empty if there is none
 -- Repeat   harmless
 local max_bytes = ARGV[1] + 0
 
@@ -22,7 +24,7 @@ end
 if state == 1 then
   local time = redis.call('TIME')
   local left = ends - time[1] * 1000000 - time[2]
-  -- A lease that ends later than its length from now predates a clock step back.
+  -- If a lease ends later than now plus its length, the clock was set back after the lease began.
   if left > length_ms * 1000 then
     ends, left = ends - left + length_ms * 1000, length_ms * 1000
     stored = stored:sub(1, 13) .. struct.pack('<I7', ends) .. stored:sub(21)

@@ -9,10 +9,10 @@
 -- ARGV[4]  channel  channel of the waiters, see idempotency_complete
 -- ARGV[5]  max_records  maximum number of records of the caller, 0 for no bound
 --
--- Value    record: see idempotency_begin. A free record has no head. With a checkpoint or after a takeover it stays bound to its request,
---          and keeps at least its expiry
--- Returns  1 released, or never begun: this token cannot claim it until another token is released unclaimed; 0 held by another token, or
---          completed
+-- Value    record: see idempotency_begin. A free record has no head and no body, unless it has a checkpoint or was taken over. Then it
+--          keeps both, stays bound to its request, and expires no earlier than before
+-- Returns  1 released, or never begun: this token cannot claim it until another token claims or is released, or the operation is forgotten;
+--          0 held by another token, or completed
 -- Errors   TOLLGATE if these scripts did not write the value; WRONGTYPE
 -- Repeat   harmless
 local record, records, token, keep_ms, publish, channel = KEYS[1], KEYS[2], ARGV[1], ARGV[2] + 0, ARGV[3], ARGV[4]
@@ -34,14 +34,14 @@ if stored then
     keep_ms = math.max(keep_ms, redis.call('PTTL', record))
   end
 end
--- The claim itself may still be in flight. The token in the free record makes it fail.
+-- The call of idempotency_begin may still arrive. Because the free record has its token, that call claims nothing.
 stored = struct.pack('<BBI4I7I7I4', 1, 0, attempt, fence, 0, 0) .. head .. token .. body .. checkpoint
 -- On a full server the first write of a script must need no memory.
 redis.pcall('PEXPIRE', record, keep_ms)
 redis.call('SET', record, stored, 'PX', keep_ms)
 if max_records > 0 then
   local member = redis.sha1hex(record):sub(1, 20)
-  -- Where there is no room, the record of a claim that never arrived is not counted, and its key is refused like a new one.
+  -- If the caller has reached its maximum, an uncounted record stays uncounted, and idempotency_begin rejects its key like a new key.
   if redis.call('ZCARD', records) < max_records or redis.call('ZSCORE', records, member) then
     local time = redis.call('TIME')
     redis.pcall('ZADD', records, math.floor(time[1] * 1000 + time[2] / 1000) + keep_ms, member)

@@ -9,7 +9,8 @@
 --
 -- Value    record: see idempotency_begin; checkpoint: 4 bytes its number, little endian, 1 byte the length of the step, the step,
 --          then its data
--- Returns  1 renewed, also if the lease had ended without a new attempt, or a later checkpoint exists; 0 the token lost the operation
+-- Returns  1 renewed, also if the lease had ended without a new attempt; 1 without a change if a later checkpoint exists; 0 the token lost
+--          the operation
 -- Errors   WRONGTYPE
 -- Repeat   harmless: a late call replaces neither a later checkpoint nor a longer fingerprint
 local record, token, lease_ms, keep_ms, body = KEYS[1], ARGV[1], ARGV[2] + 0, ARGV[3] + 0, ARGV[4]

@@ -6,11 +6,17 @@
 --          that; permits, 1 to 1000. Then 1 byte kind, 1 or 2, and 7 bytes floor: granted fences are larger than this number, which is
 --          below 2^53
 --
--- Value    lease: 1 byte kind of the holders: 1 exclusive, 2 semaphore, and from the fair queue (see lock_queue) 3 exclusive, 4 reader, 5 writer,
---          6 semaphore. 1 and 3, 2 and 6, and 4 and 5 are one kind of lock, and no two kinds are held together. 7 bytes last fence.
---          Then for each holder 7 bytes end of the lease in us, 4 bytes its length in ms, 7 bytes its first fence, little endian, and 16
---          bytes token. A lease that ends at 0 was released. The expiry is written again unless the last grant was in the same fifth of
---          keep_ms and no shorter. Each other write sets it to keep_ms after the leases, so at least four fifths of keep_ms remain
+-- Value    lease, numbers in little endian:
+--            1 byte    kind of the holders: 1 exclusive, 2 semaphore; from the fair queue, see lock_queue: 3 exclusive, 4 reader, 5 writer,
+--                      6 semaphore. 1 and 3, 2 and 6, and 4 and 5 are one kind of lock, and no two kinds are held together
+--            7 bytes   last fence
+--          and for each holder:
+--            7 bytes   end of the lease in us; 0 for a lease that was released
+--            4 bytes   length of the lease in ms
+--            7 bytes   first fence
+--            16 bytes  token
+--          The expiry is written again unless the last grant was in the same fifth of keep_ms and no shorter. Each other write sets it to
+--          keep_ms after the leases, so at least four fifths of keep_ms remain
 -- Returns  granted: fence, the first of the holder's fences. Held by others: -remaining_ms, below 0. Held by a lock of another kind:
 --          {held_as}, the byte of that kind
 -- Errors   TOLLGATE if these scripts did not write the value; WRONGTYPE
@@ -20,7 +26,7 @@ local token, ttl_ms, fences, keep_ms, permits, kind, floor = struct.unpack('<c16
 
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
--- The smallest fence to grant. The clock alone would do, were it never set back; the last fence alone would do, were it never forgotten.
+-- The smallest fence by the clock and the floor. A granted fence is also larger than the last fence, if the value still has one.
 local min_fence = floor < now and now or floor + 1
 local stored = redis.call('GET', lease)
 local held_as, fence, ends, length_ms, first = kind, 0, 0, 0, 0
@@ -29,7 +35,7 @@ if stored and #stored == 42 then
 elseif stored then
   held_as = 0
 end
--- The common case: no other holder, or one exclusive holder. No stored holder has to be kept.
+-- The common cases: the lease is free, or one other token holds it and the claim has one permit. Neither case needs the list of holders.
 if held_as >= 1 and held_as <= 6 then
   local remaining_us = ends - now
   if remaining_us <= 0 and fence < min_fence then

@@ -1,6 +1,6 @@
 -- lock_exchange: a batch of lock_release for several leases, then of lock_acquire for several locks. All are independent: each is released
--- or granted by itself. It serves calls that are made at the same time and would cost a round trip each. A lock may occur more than
--- once, also on both sides.
+-- or granted by itself. It serves calls that are made at the same time and would cost a round trip each. A lock may occur more than once,
+-- also in a release and in an acquisition.
 --
 -- KEYS[1]  keys     leases to acquire, strings, see lock_acquire            prefix:2:{lock:<name>:<key>}:lease
 --                   then leases to release, at most 64 in all
@@ -16,8 +16,10 @@
 --          channels: 1
 -- Returns  {fence, then for some leases: position from 1, and answer}. Leases without an answer: acquired ones are granted with this first
 --          fence, released ones are free and have no listeners. Answers: acquired, another first fence, or -remaining_ms if others hold
---          it; released, 1 + listeners. 0: nothing was done; call lock_acquire or lock_release. That is so for several holders, another
---          kind, another token, long leases, a possible queue, a clock step back, and values that cannot be written
+--          it; released, 1 + listeners. 0: nothing was done; call lock_acquire or lock_release. Both are 0 for several holders, foreign
+--          values and failed writes. A release is 0 for another token, an ended lease, and a lease that ends in more than ten minutes. A
+--          release is also 0 for a fence ahead of the clock, and for a holder from the fair queue. An acquisition is 0 for another kind and
+--          a clock step back
 -- Errors   none of its own
 -- Repeat   harmless: the token of a holder renews its lease and gets the same fences; a token without a lease releases nothing
 local keys, tokens, ttl_ms, fences, keep_ms, floor = KEYS, ARGV[1], ARGV[2] + 0, ARGV[3] + 0, ARGV[4] + 0, ARGV[5] + 0
@@ -44,7 +46,8 @@ if releases > 0 then
     local answer = 0
     if value and #value == 42 and sub(value, 27) == sub(tokens, 16 * i - 15, 16 * i) and written[lease] == nil then
       local held_as, _, ends, length_ms, first = unpack_value('<BI7I7I4I7', value)
-      -- Overwrite the end in place if the expiry is known to be long enough: see below for fences ahead of the clock. A long lease must not
+      -- Overwrite the end in place if the first fence is not ahead of the clock: the next grant takes this fence for the time of the grant,
+      -- to decide whether the expiry is long enough. A long lease must not
       -- keep its key for that long.
       if (held_as == 1 or held_as == 2) and ends > now and ends - now <= TEN_MINUTES and ends - length_ms * 1000 >= first then
         if type(pcall('SETRANGE', lease, '8', NEVER)) == 'number' then

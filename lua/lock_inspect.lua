@@ -5,8 +5,11 @@
 -- ARGV[1]  max_holders  how many holders to list, 1 to 1000
 --
 -- Value    lease: see lock_acquire; names: see lock_name
--- Returns  {fence, holders, kind, then for each of the first `max_holders` holders: first fence, remaining_ms, held_ms, name}. fence: the last one,
---          0 if none is remembered. kind: the byte of the holders, see lock_acquire, meaningless without holders. name: empty if unset
+-- Returns  {fence, holders, kind, then for each of the first `max_holders` holders: first fence, remaining_ms, held_ms, name}
+--            fence    the last one, 0 if none is remembered
+--            holders  their number
+--            kind     the byte of the holders, see lock_acquire; meaningless without holders
+--            name     empty if unset
 -- Errors   TOLLGATE if these scripts did not write the value; WRONGTYPE
 -- Repeat   harmless
 local lease, names, max_holders = KEYS[1], KEYS[2], ARGV[1] + 0
@@ -41,7 +44,7 @@ for at = 9, #stored, 34 do
     if holders <= max_holders then
       answer[#answer + 1] = first
       answer[#answer + 1] = math.ceil(left / 1000)
-      -- A fence is the time of its grant, unless the clock was set back.
+      -- A first fence is the time of its grant, unless the last fence or the floor was ahead of the clock.
       answer[#answer + 1] = math.max(0, math.floor((now - first) / 1000))
       answer[#answer + 1] = called[token] or ''
     end

@@ -17,7 +17,7 @@ local holds = {}
 if (#stored - 8) % 34 == 0 then
   -- One iteration for each holder.
   for at = 9, #stored, 34 do
-    -- A lease that lock_exchange released ends at 0.
+    -- A lease that lock_release or lock_exchange released may end at 0.
     holds[stored:sub(at + 18, at + 33)] = struct.unpack('<I7', stored, at) > 0
   end
 end

@@ -10,7 +10,8 @@
 --                                                              prefix:2:{lock:<name>:<key>}:free
 -- ARGV[4]  publish    SPUBLISH on a cluster; left out elsewhere, which means PUBLISH
 --
--- Value    lease: see lock_acquire. The lease of a single holder ends at 0 and keeps its expiry. queue, positions: see lock_queue.
+-- Value    lease: see lock_acquire. The lease of a single holder may end at 0 and keep its expiry; otherwise the holder is removed.
+--          queue, positions: see lock_queue.
 --          channel: the token of the first waiter in the queue, or 1 without a queue
 -- Returns  1 + listeners: released; -listeners: the lease had ended, or the token was only queued; 0 also if the token holds nothing
 -- Errors   WRONGTYPE
@@ -26,8 +27,8 @@ local held_as, ends, length_ms, first, holder, _
 if #stored == 42 then
   held_as, _, ends, length_ms, first, holder = struct.unpack('<BI7I7I4I7c16', stored)
 end
--- The common case: overwrite the end in until_us if the expiry is known to be right. With fences ahead of the clock it is unknown: see
--- lock_acquire. The user may lack the right to SETRANGE.
+-- The common case: overwrite the end of the lease with 0 and keep the expiry. With a first fence ahead of the clock, the next grant could
+-- not tell when this one was made, and so whether the expiry is long enough. The user may lack the right to SETRANGE.
 if holder == token and (held_as == 1 or held_as == 2) and ends > now and ends - now <= keep_ms * 1000 and ends - length_ms * 1000 >= first
   and type(redis.pcall('SETRANGE', lease, '8', '\0\0\0\0\0\0\0')) == 'number' then
   was_held = 1
@@ -54,10 +55,10 @@ else
     redis.call('SET', lease, rest, 'PX', lives_ms)
   end
   if held_as > 2 or not rest then
-    -- A user without this right was never queued.
+    -- A user without the right to ZRANGE was never queued.
     local head = queue and redis.pcall('ZRANGE', queue, 0, 0)[1]
     local was_first = head and head:sub(2) == token
-    -- Also after the lease ended, if the token was queued again.
+    -- Remove the token from the queue, also if its lease has ended and the token was queued again.
     if head and redis.call('ZREM', queue, '3' .. token, '4' .. token, '5' .. token, '6' .. token) > 0 then
       redis.call('ZREM', positions, '3' .. token, '4' .. token, '5' .. token, '6' .. token)
       head = redis.call('ZRANGE', queue, 0, 0)[1]

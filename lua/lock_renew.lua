@@ -7,7 +7,7 @@
 --
 -- Value    leases: see lock_acquire
 -- Returns  a number a lease: 1 renewed, 0 the token no longer holds it
--- Errors   any other failure of GET, for instance NOPERM; earlier leases have been renewed
+-- Errors   a failure of GET other than WRONGTYPE, for instance NOPERM; earlier leases have been renewed
 -- Repeat   harmless: a lost lease stays lost
 local leases, keep_ms, renewals = KEYS, ARGV[1] + 0, ARGV
 local HOLDER, FORMAT = 34, '<I7I4I7c16'

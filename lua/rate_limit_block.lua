@@ -1,15 +1,15 @@
--- rate_limit_block: deny a key everything for a while, or lift the block. The counts stay.
+-- rate_limit_block: deny all requests of a key for a while, or lift the block. The counts stay.
 --
 -- KEYS[1]  counts    string, see rate_limit_check        prefix:2:{rate_limit:<policy>:<key>}:<shape>:counts
 -- ARGV[1]  block_us  integer, 0 to 3.2 * 10^14; 0 lifts the block
--- ARGV[2]  ttl_ms    a quarter longer than counts say something after they were written, at the most
--- ARGV[3]  limits    how counts begin that were written by these limits, see rate_limit_check
+-- ARGV[2]  ttl_ms    how long counts matter after they were written, at most, plus a quarter
+-- ARGV[3]  limits    first bytes of counts that were written under these limits, see rate_limit_check
 --
 -- Value    counts: while the key is blocked, 1 byte version 2 and 7 bytes end of the block, little endian, then the counts as
 --          rate_limit_check writes them, or nothing
 -- Returns  1 blocked | 0 not blocked
 -- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
--- Repeat   harmless: the block ends later by as much as lies between
+-- Repeat   harmless: the block ends later by the time between the calls
 local counts, block_us, ttl_ms, limits = KEYS[1], ARGV[1] + 0, ARGV[2] + 0, ARGV[3]
 
 local stored = redis.call('GET', counts) or ''
@@ -28,7 +28,7 @@ if stored ~= '' then
   if left_ms < 0 then
     left_ms = ttl_ms
   elseif left_ms > ttl_ms and stored:find(limits, 1, true) == 1 then
-    -- After a clock step back the expiry counts from the last update, as in rate_limit_check_plain.
+    -- After the clock was set back, the last update may be ahead of it. The counts may matter until ttl_ms after that update.
     local time = redis.call('TIME')
     local ahead_us = struct.unpack('<d', stored, #limits + 1) - time[1] * 1000000 - time[2]
     left_ms = math.min(left_ms, ttl_ms + math.max(0, math.ceil(ahead_us / 1000)))

@@ -6,14 +6,14 @@
 -- query is a binary search. The client derives remaining units and waiting times from the reply.
 --
 -- Includes rate_limit_refill, rate_limit_fade
--- KEYS[1]  counts  string, expires when it says nothing any more        prefix:2:{rate_limit:<policy>:<key>}:<shape>:counts
+-- KEYS[1]  counts  string, expires when the counts no longer matter        prefix:2:{rate_limit:<policy>:<key>}:<shape>:counts
 --          then one for each sliding log among the limits, in their order     ...{...}:<shape>:log:<window_us>
 --          then the same for each further descriptor
 -- ARGV[1]  verb    'check' to charge | 'peek' to charge nothing | 'settle' to correct a charge of one descriptor
 -- ARGV[2]  cost    integer, 0 to the smallest capacity; 0 charges nothing. To settle: the units to add, or, below 0, to give back
 -- ARGV[3]  change  for counts of another quota: 'keep' | 'reset' | 'proportional'. A refund, or a correction whose own quota would cut
 --                  or forget counts, uses the stored quota instead
--- ARGV[4]  ttl_ms  a quarter longer than the counts matter after a write, at most
+-- ARGV[4]  ttl_ms  how long the counts matter after a write, at most, plus a quarter
 -- ARGV[5]  params  of each limit, little endian: 1 byte algorithm (1 token bucket, 2 fixed window, 3 sliding window, 4 sliding
 --                  log), 7 bytes span, 7 bytes step, 4 bytes parts, 7 bytes capacity (see `LimitParams` in algorithm.rs)
 -- ARGV[6]  layout  format of the last update and the counts, for struct.pack
@@ -40,8 +40,8 @@
 --          log     version 2, little endian: 1 byte version, 5 bytes sum before the first entry, 7 bytes by how much the log's
 --                  clock is ahead of the server's; for each entry 7 bytes time by the log's clock, 5 bytes sum, modulo 2^40.
 --                  After a charge, fewer than 64 entries are expired, or fewer than a quarter of the live ones.
---                  Each verb, also 'peek', rewrites both after the clock was set back: until then time stands still for the
---                  descriptor.
+--                  Each verb, also 'peek', rewrites both after the clock was set back: no time passes between the last update and this
+--                  call.
 local unpack_table = unpack
 local call, pack, unpack, byte, sub = redis.call, struct.pack, struct.unpack, string.byte, string.sub
 local ceil, floor, max, min = math.ceil, math.floor, math.max, math.min

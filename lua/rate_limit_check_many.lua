@@ -1,6 +1,6 @@
 -- rate_limit_check_many: rate_limit_check_plain for a batch of independent descriptors. Each is charged or denied by itself. It
--- serves decisions that are requested at the same time and would cost a call each. A descriptor may repeat directly after itself, and
--- once more in another group.
+-- serves decisions that are requested at the same time and would cost a call each. A descriptor may repeat directly after itself, and again
+-- in other groups.
 --
 -- Includes rate_limit_refill, rate_limit_fade
 -- KEYS[1]  keys     strings, at most 64 of them, see rate_limit_check    prefix:2:{rate_limit:<policy>:<key>}:<shape>:counts
@@ -96,7 +96,7 @@ for at_group = 1, #groups, 4 do
       end
     end
   end
-  -- The charged value, or nil if other limits counted it. Sets `fits`.
+  -- The charged counts, or nil if the value has other limits or a later update than now. Sets `last` and `fits`.
   local function charged(frame, updated, ...)
     if frame == limits and updated <= now then
       last, fits = updated, true

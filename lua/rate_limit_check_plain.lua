@@ -1,5 +1,5 @@
--- rate_limit_check_plain: the fast path of rate_limit_check. It charges one descriptor to its limits, none of which is a sliding log,
--- if all of them have room. All other cases are left to rate_limit_check.
+-- rate_limit_check_plain: the fast path of rate_limit_check. It charges one descriptor to its limits if all of them have room, and denies
+-- it otherwise. No limit is a sliding log. All other cases are left to rate_limit_check.
 --
 -- Includes rate_limit_refill, rate_limit_fade
 -- KEYS[1]  key      string, see rate_limit_check    prefix:2:{rate_limit:<policy>:<key>}:<shape>:counts
@@ -8,7 +8,7 @@
 --                   rate_limit_check. One argument, because another one costs more time than reading all of these
 --
 -- Value    counts: see rate_limit_check. The expiry is written once in a fifth of ttl_ms, counted from 1970, because that takes longer
---          than the rest of the script. Four fifths remain until the next write, which is as long as the counts matter
+--          than the rest of the script. After each charge at least four fifths remain, which is as long as the counts matter
 -- Returns  admitted: the last update, which is the clock, and the stored counts. Denied: 1 byte 0, 7 bytes clock and the packed value.
 --          An empty string, with nothing changed, if the key is blocked, has another quota or foreign data, or the clock was set back:
 --          call rate_limit_check
@@ -46,7 +46,7 @@ if frame ~= limits or last > now then
   return ''
 end
 
--- `a`, `b` and `c` are the two or three numbers of a limit. `at` is the position of the next ones.
+-- `a`, `b` and `c` are the two or three numbers of a limit. `at` is their position in the value.
 local fits, charged, at = true, nil, length + 9
 while true do
   local has_three = kind ~= FIXED_WINDOW

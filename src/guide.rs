@@ -22,7 +22,8 @@
 //! | [`guarantees`] | name the guarantees and their limits |
 //! | [`comparison`] | compare Tollgate with other crates |
 
-// In rustdoc a page is not a file. The first definition of a link applies, so these replace the ones at the end of each page.
+// In rustdoc a page is not a file. Markdown uses the first definition of a link, so the definitions here replace those at the end of each
+// page.
 macro_rules! links {
     () => {
         concat!(

@@ -1,8 +1,8 @@
 //! Distributed traffic control for tower services.
 //!
-//! Tollgate adds rate limits, locks and idempotency to any [tower] service with one `.layer()`, runs delayed jobs, and caches values. The
-//! state is in Redis or in memory. In Redis, any number of processes share it, and every decision is one atomic script. In memory, you need
-//! no server. The API is the same.
+//! Tollgate adds rate limits and locks to any [tower] service with one `.layer()`, and idempotency and a response cache to HTTP services.
+//! It also runs delayed jobs and caches values. The state is in Redis or in memory. In Redis, any number of processes share it, and every
+//! decision is one atomic script. In memory, you need no server. The API is the same.
 //!
 //! ```toml
 //! [dependencies]
@@ -51,43 +51,44 @@
 //!
 //! # Terms
 //!
-//! A *store* is the trait that a capability needs, and a *backend* is the type that keeps the data. A *decision* is the outcome of a check:
-//! allowed or denied. A *rejection* is the refusal by a layer. A *[store error](StoreError)* means that the backend failed or was late. These
-//! have separate types, so "denied" and "Redis is down" cannot be confused.
+//! A *store* is a value whose type has the store trait of a capability. A *backend* is a store that keeps the data. A *decision* is the
+//! outcome of a check: allowed or denied. A *rejection* is the refusal by a layer. A *[store error](StoreError)* means that the backend
+//! failed or was late. These have separate types, so "denied" and "Redis is down" cannot be confused.
 //!
 //! # Guarantees
 //!
-//! * With one Redis primary, at most the quota is admitted, regardless of the number of processes and requests in flight. A failover may lose
-//!   counts that were not replicated.
-//! * A denied request costs nothing. If the reply to a decision is lost, the request may have been charged, and the call is not retried.
+//! * With one Redis primary, at most the quota is admitted, regardless of the number of processes and requests in flight. A failover may
+//!   lose counts that were not replicated.
+//! * A denied request costs nothing. If the reply with the decision is lost, the store may have charged the request, and the call is not
+//!   retried.
 //! * Every key in Redis has a time to live. Every client value, whatever its bytes, becomes a short [`Key`].
-//! * A decision usually takes one round trip. A key that is blocked, or that was counted under other limits before, takes two. Each shadow policy
-//!   beside an enforced one takes one more. A decision takes no longer than its deadline. After that [`RateLimitFallback`] applies.
+//! * A decision usually takes one round trip. A key that is blocked, or that was counted under other limits before, takes two. Each shadow
+//!   policy beside an enforced one takes one more. A decision takes no longer than its deadline. After that [`RateLimitFallback`] applies.
 //! * A decision for several keys is one call. On a cluster it is one call for each key. If one of these is denied, the charges of the others
 //!   are refunded if their nodes reply.
 //! * A lock has one live lease, and its holder learns of a loss before the lock can be granted again. A failover, or a process that is
-//!   suspended, can break this. So each grant has a larger [fencing token](Lease::fence) than all earlier grants, and the storage can refuse a
-//!   late holder.
-//! * The handler of an idempotency key runs to its end at most once while its record lives, and no client gets the response of another scope.
-//!   Exceptions are responses that [`ResponsePolicy`](idempotency::ResponsePolicy) does not store, the settings
-//!   [`OnUnknown::Retry`](idempotency::OnUnknown::Retry) and [`OnStoreError::Allow`], and a failover that
-//!   loses the record.
-//! * With one Redis primary, one process at a time loads a missing value of a [`Cache`] while its lease is renewed, and a load that began
-//!   before an invalidation is not stored after it.
-//! * A job of a delay queue never runs early, and runs at least once unless it is cancelled or dead. It has one state, and only the holder of
-//!   its last lease can finish it. It may run more than once, and a failover may lose it.
-//! * No future blocks a thread. No task outlives the backend that it serves, with three exceptions. A connection attempt ends with its timeout.
-//!   A lease that is being released ends when it expires. A detached handler runs to its end: an idempotency layer detaches handlers whose
-//!   client has disconnected, and a lock layer does so if you configure it.
+//!   suspended, can break this. So each grant has a larger [fencing token](Lease::fence) than all earlier grants, and the storage can
+//!   refuse a late holder.
+//! * The handler of an idempotency key runs to its end at most once while its record lives, and no client gets the response of another
+//!   scope. Exceptions are responses that [`ResponsePolicy`](idempotency::ResponsePolicy) does not store, the settings
+//!   [`OnUnknown::Retry`](idempotency::OnUnknown::Retry) and [`OnStoreError::Allow`], and a failover that loses the record.
+//! * With one Redis primary, one process at a time loads a missing value of a [`Cache`], as long as that process renews its lease. Values
+//!   that must not be cached are an exception. A load that began before an invalidation is not stored after it.
+//! * A job of a delay queue never runs early, and runs at least once unless it is cancelled or dead. It has one state, and only the holder
+//!   of its last lease can finish it. It may run more than once, and a failover may lose it.
+//! * No future blocks a thread. No task outlives the backend that it serves, with three exceptions. A connection attempt ends with its
+//!   timeout. A task that releases a lease ends at the latest when the lease has expired. A detached handler runs to its end: an
+//!   idempotency layer detaches handlers whose client has disconnected, and a lock layer does so if you configure it.
 //!
 //! # Features
 //!
 //! * `redis` (default): `RedisBackend`, with bb8, redis and crc16.
 //! * `tls`: encrypted connections to Redis, with rustls.
 //! * `http` (default): the module `http`, with http, http-body, httpdate, ipnet and small crates for responses.
-//! * `json` (default): payloads of jobs as JSON, with serde and serde_json.
-//! * `axum`: the keys `peer_ip` and `ClientIp` read axum's `ConnectInfo`, the key `matched_path` exists, and handlers can extract the handles of
-//!   layers. Idempotency reads the full path in a nested router. Without it, two nested routes may count as the same operation.
+//! * `json` (default): payloads of jobs and values of caches as JSON, with serde and serde_json.
+//! * `axum`: the keys `peer_ip` and `ClientIp` read axum's `ConnectInfo`, the key `matched_path` exists, and handlers can extract the
+//!   handles of layers. With the feature, idempotency and the HTTP cache read the full path in a nested router. Without the feature, two
+//!   nested routes may count as the same operation, or share responses.
 //! * `grpc`: the module `grpc`, with prost.
 //! * `metrics`: counters and histograms of the `metrics` facade, with metrics and arc-swap: see [`rate_limit`](rate_limit#metrics),
 //!   [`lock`](lock#metrics), [`idempotency`](idempotency#metrics), [`delay_queue`](delay_queue#metrics) and [`cache`](cache#metrics).

@@ -101,7 +101,7 @@ impl Histogram {
     }
 }
 
-/// Several values may add to one gauge, so each keeps the sum that it has added.
+/// Several `Gauge`s may add to one gauge of the recorder, so each keeps the sum that it has added.
 pub(crate) struct Gauge {
     key: Key,
     state: Mutex<GaugeState>,
@@ -110,7 +110,7 @@ pub(crate) struct Gauge {
 struct GaugeState {
     handle: metrics::Gauge,
     second: u64,
-    // The sum of all increments and decrements by this value.
+    // The sum of all increments and decrements by this `Gauge`.
     added: f64,
 }
 

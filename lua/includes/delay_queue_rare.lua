@@ -6,7 +6,7 @@ local has_unique = has_rare and redis.call('EXISTS', unique) == 1
 local has_cancels = has_rare and redis.call('EXISTS', cancels) == 1
 if has_cancels and redis.call('EXISTS', leases) == 0 and redis.call('HLEN', cancels) > 0 then
   -- If a full server evicted the leases, no cancelled run would ever end. HLEN fails on a foreign key.
-  redis.call('DEL', cancels)
+  redis.call('UNLINK', cancels)
   has_cancels = false
 end
 

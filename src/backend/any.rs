@@ -103,7 +103,7 @@ fn memory(url: &str) -> Result<Option<MemoryBackend>, ConfigError> {
             Err(ConfigError::InvalidUrl { reason: "`memory:` takes no address and no parameters".into() })
         }
         Some(_) => Ok(None),
-        None => Err(ConfigError::InvalidUrl { reason: "it has no scheme such as `memory:` or `redis:`".into() }),
+        None => Err(ConfigError::no_scheme()),
     }
 }
 
@@ -114,8 +114,7 @@ fn without_redis(url: &str) -> ConfigError {
     if ["redis", "rediss", "valkey", "valkeys", "unix"].contains(&scheme.split('+').next().unwrap_or(scheme)) {
         return ConfigError::FeatureMissing { feature: "redis" };
     }
-    // Escaped and truncated, since any text may precede the first colon.
-    ConfigError::UnknownScheme { scheme: scheme.escape_debug().take(32).collect() }
+    ConfigError::unknown_scheme(scheme)
 }
 
 /// A backend that is selected at run time: see [`connect`]. You can also convert a backend:

@@ -15,7 +15,7 @@ use super::store::CacheKey;
 type Values<K, T> = HashMap<K, Loaded<T>>;
 type Loading<K, T> = Pin<Box<dyn Future<Output = Result<Values<K, T>, CacheError>> + Send>>;
 
-/// The missing keys of one call of `get_or_fill_all`. Each key is looked up on its own, and claims its lease if it is missing. Once every
+/// The keys of one call of `get_or_fill_all`. Each key is looked up on its own. If a key is missing, its load claims the lease. Once every
 /// key is found, is leased, or waits for another process, one member calls the loader once, for all leased keys.
 pub(super) struct Batch<K, T> {
     keys: Arc<[CacheKey]>,

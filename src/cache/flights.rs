@@ -1,4 +1,4 @@
-//! The loads in this process: at most one for each key.
+//! The loads of a cache in this process. Callers can join at most one load of each key.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+use tracing::{Instrument, Span};
 
 use super::error::CacheError;
 use super::loader::without_panics;
@@ -94,7 +95,7 @@ impl<T: Send + Sync + 'static> Flights<T> {
             discard_joined(result);
         }
         let guard = RemoveOnEnd(handle);
-        tasks.spawn(async move {
+        let task = async move {
             let flight = Arc::clone(&guard.0.flight);
             let mut load = Box::pin(load);
             match guard.run(load.as_mut()).await {
@@ -107,7 +108,8 @@ impl<T: Send + Sync + 'static> Flights<T> {
                 }
             }
             drop(counted);
-        });
+        };
+        tasks.spawn(task.instrument(Span::current()));
         Ok(LoadWaiter(ticket))
     }
 
@@ -165,7 +167,7 @@ impl<T> Clone for FlightHandle<T> {
 struct RemoveOnEnd<T>(FlightHandle<T>);
 
 impl<T: Send + Sync + 'static> RemoveOnEnd<T> {
-    /// Runs a load. `None` if its last caller has gone. The load is then no longer in the table.
+    /// Runs a load, and removes it from the table. `None` if the last caller has gone.
     async fn run<L>(self, mut load: Pin<&mut L>) -> Option<Outcome<T>>
     where
         L: Future<Output = Outcome<T>> + Send,
@@ -210,7 +212,7 @@ impl<T> Drop for Counted<T> {
 
 impl<T: Send + Sync> Work for Flights<T> {
     fn close(&self) {
-        // No load is being counted meanwhile.
+        // Locked, so that no load begins between its check of `is_closed` and its count.
         let _running = self.running();
         self.is_closed.store(true, Ordering::Release);
     }

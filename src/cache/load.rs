@@ -233,7 +233,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
 
     #[cfg(feature = "local-cache")]
     async fn look_up_store_and_insert(&self, local: &Local<T>, key: &CacheKey) -> Result<Lookup<T>, StoreError> {
-        // Its generations may only have to be read again.
+        // The entry is still valid if its tags have the same generations in the store.
         if let Some(lookup) = local.get_fresh(key.key())
             && self.generations.are_current(&self.client, key.cache(), lookup.tags()).await?
         {

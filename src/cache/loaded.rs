@@ -34,8 +34,9 @@ impl<T> Loaded<T> {
         Self { value: None, fresh_for: None, stale_for: None, is_cached: true }
     }
 
-    /// A value for the callers of this load only, which are all callers in this process who asked for the key while it ran. So the value must
-    /// not depend on the caller. For a while, callers that come later load at once, instead of waiting for another process.
+    /// A value for the callers of this load only, which are all callers in this process who asked for the key while it ran. So the value
+    /// must not depend on the caller. For the time of `fresh_for`, callers that come later load at once, and do not wait for another
+    /// process.
     pub const fn uncached(value: T) -> Self {
         Self { value: Some(value), fresh_for: None, stale_for: None, is_cached: false }
     }

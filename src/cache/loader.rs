@@ -19,7 +19,7 @@ pub(super) trait Loader<T>: Send {
     /// Loads the value.
     fn load(self) -> impl Future<Output = Result<Loaded<T>, CacheError>> + Send;
 
-    /// Another process holds the lease. So the load begins later, if that process fails, or never.
+    /// Another process holds the lease. The load of this process begins only if that process does not store a value.
     fn on_lease_busy(&mut self) {}
 
     /// The keys of the batch that it may load together with its own.

@@ -27,7 +27,7 @@ struct LocalEntry<T> {
     changes: Notifications,
 }
 
-/// When an entry is read: what was the case before.
+/// The state before an entry is read from the store.
 pub(super) struct StateBeforeRead {
     removals: u64,
     changes: Notifications,
@@ -57,7 +57,8 @@ impl<T: Send + Sync + 'static> Local<T> {
         (Instant::now() < entry.found.expires && !entry.changes.has_message()).then(|| entry.lookup())
     }
 
-    /// Keeps a fresh value that the store has returned. If this process has removed an entry meanwhile, that may be outdated.
+    /// Keeps a fresh value that the store has returned. If this process has removed an entry meanwhile, the value may be outdated and is
+    /// not kept.
     pub(super) fn insert(&self, key: Key, lookup: &Lookup<T>, start: StateBeforeRead) {
         let StateBeforeRead { removals, changes } = start;
         let Some(found) = &lookup.found else { return self.entries.invalidate(&key) };

@@ -24,7 +24,7 @@ impl<T> Lookup<T> {
 /// An entry that may be served.
 pub(crate) struct Found<T> {
     pub(crate) value: Option<Arc<T>>,
-    /// When it was read from the store, and its age then.
+    /// When the entry was read from the store. `age_when_read` is its age at that time.
     #[cfg_attr(
         not(any(feature = "http", feature = "local-cache")),
         expect(dead_code, reason = "only HTTP and the local tier need it")

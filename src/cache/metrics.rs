@@ -1,6 +1,6 @@
 //! Counters and histograms of the `metrics` facade; nothing without the feature `metrics`.
 //!
-//! Their labels are the name of the cache and the outcome, never a key.
+//! Their labels are the name of the cache, the outcome and the state of the circuit, never a key.
 
 /// The result of a call of `get_or_fill`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,7 +20,7 @@ pub(crate) enum Served {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LoadOutcome {
     Stored,
-    /// It must not be stored, is too large, or the store failed.
+    /// The value must not be stored, is too large or cannot be encoded, or the store failed.
     NotStored,
     /// The lease had ended, for instance by an invalidation.
     Refused,

@@ -25,12 +25,12 @@
 //! | `fresh_for`, in [`Cache::new`] | | how long a value is served without a load |
 //! | [`stale_for`](Cache::stale_for) | 0 | how long it is served after that, while it is loaded again |
 //! | [`absent_for`](Cache::absent_for) | 10 s, at most `fresh_for` | how long the absence of a value is cached |
-//! | [`jitter`](Cache::jitter) | 0.1 | by which part these times are shortened at random |
-//! | [`early_refresh`](Cache::early_refresh) | 1 | how early a fresh value is loaded again |
+//! | [`jitter`](Cache::jitter) | 0.1 | by which part, at most, the time for which an entry is fresh is shortened at random |
+//! | [`early_refresh`](Cache::early_refresh) | 1 | how early a fresh value is loaded again, as a multiple of the time that its last load took |
 //! | [`soft_timeout`](Cache::soft_timeout) | 0 | how long a caller waits for a new value before it gets the stale one |
 //! | [`error_for`](Cache::error_for) | 1 s | how long no load begins after a failed one |
 //! | [`load_timeout`](Cache::load_timeout) | 30 s | how long a load may take |
-//! | [`lease`](Cache::lease) | 2 s | after what silence of a process another one may load |
+//! | [`lease`](Cache::lease) | 2 s | how long a process may load without a renewal of its lease, before another process may load |
 //! | [`exists_filter`](Cache::exists_filter) | none | an [`ExistsFilter`] with the keys that exist: other keys are absent without a load |
 //! | [`max_len`](Cache::max_len) | 1 MiB | the largest encoded value |
 //! | [`origin_limit`](Cache::origin_limit) | 16 | how many loads run in this process while the store fails |
@@ -44,13 +44,13 @@
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_cache_requests_total` | `cache`, `outcome`: `local` (fresh, from this process), `fresh`, `stale`, `loaded` (waited for a load), `excluded` (absent by the exists filter), `failed` | calls of [`get_or_fill`](Cache::get_or_fill), and requests that a `CacheLayer` reads from the cache |
-//! | `tollgate_cache_loads_total` | `cache`, `outcome`: `stored`, `not_stored` (uncached, too large, or the store failed), `refused` (invalidated meanwhile), `failed` | calls of a loader |
+//! | `tollgate_cache_requests_total` | `cache`, `outcome`: `local` (fresh, from this process), `fresh`, `stale`, `loaded` (waited for a load), `excluded` (absent by the exists filter), `failed` | keys asked for by [`get_or_fill`](Cache::get_or_fill) and [`get_or_fill_all`](Cache::get_or_fill_all), and requests that a `CacheLayer` serves or rejects |
+//! | `tollgate_cache_loads_total` | `cache`, `outcome`: `stored`, `not_stored` (uncached, too large, not encodable, or the store failed), `refused` (the lease had ended, for instance by an invalidation), `failed` | loads, one for each key of a batch |
 //! | `tollgate_cache_load_seconds` | `cache` | how long they took, a histogram |
 //! | `tollgate_cache_store_errors_total` | `cache` | store calls that failed or were late |
 //! | `tollgate_cache_circuit_transitions_total` | `cache`, `state`: `open`, `closed` | circuits that opened and closed |
 //!
-//! See the [guide](crate::guide::cache) for the three faults of caches, failures and guarantees.
+//! See the [guide](crate::guide::cache) for stampedes, requests for missing keys and simultaneous expiry, and for failures and guarantees.
 
 mod batch;
 mod error;

@@ -50,12 +50,14 @@ impl Options {
         Ok(())
     }
 
-    /// How long the generation of a tag is kept: longer than most entries with it. If it goes first, they are loaded again.
+    /// How long the generation of a tag is kept: longer than most entries with the tag. If the generation expires first, the entries are
+    /// loaded again.
     pub(super) fn tag_ttl(&self) -> Duration {
         self.fresh_for.saturating_add(self.stale_for).saturating_add(Duration::from_secs(3_600)).min(NewEntry::MAX_TTL)
     }
 
-    /// The entry for a value, or for its absence. `loaded` are the times that its load sets: fresh, and stale after that.
+    /// The entry for a value, or for its absence. `loaded` has the times that the loader has set: how long the value is fresh, and how long
+    /// it is stale after that.
     pub(super) fn entry(
         &self,
         value: Option<Vec<u8>>,
@@ -81,7 +83,7 @@ impl Options {
         // Not 0, whose logarithm is infinite.
         let draw = || 1.0 - random();
         let scale = load_time.as_secs_f64() * self.early_refresh;
-        // Far from the end, the smallest number, 2^-32, is not small enough either, so none is drawn.
+        // The smallest draw is 2^-32, whose negative logarithm is 22.2. So above 32 times the scale no draw refreshes, and none is made.
         fresh_for.as_secs_f64() <= scale * 32.0 && scale * -draw().ln() >= fresh_for.as_secs_f64()
     }
 }

@@ -52,7 +52,8 @@ pub trait CacheStore {
     /// Renews a lease for its whole time. False if the token does not hold it. An ended lease does not come back.
     fn renew(&self, key: &CacheKey, claim: &Claim) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Stores an entry and ends the lease, if the token holds it. Notifies waiters. False otherwise; then nothing changes.
+    /// Stores an entry, ends the lease, and notifies waiters, if the token holds the lease. True also for a repeated call, while the entry
+    /// of the token is stored. Otherwise false, and nothing changes.
     fn put(
         &self,
         key: &CacheKey,
@@ -60,8 +61,8 @@ pub trait CacheStore {
         entry: &NewEntry,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Ends the lease without an entry, if the token holds it, and leaves a mark. [`Mark::Uncached`] also removes the old entry. Notifies
-    /// waiters. False if the token does not hold the lease; then nothing changes.
+    /// Ends the lease without an entry, if the token holds it, and leaves the mark if there is one. [`Mark::Uncached`] also removes the old
+    /// entry. Notifies waiters. False if the token does not hold the lease; then nothing changes.
     fn release(
         &self,
         key: &CacheKey,
@@ -69,8 +70,7 @@ pub trait CacheStore {
         mark: Option<Mark>,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Stores an entry unconditionally. Ends the lease of a load or a mark. Notifies waiters. The entry has the token as
-    /// its id.
+    /// Stores an entry unconditionally. Ends the lease of a load, and removes a mark. Notifies waiters. The entry has the token as its id.
     fn set(
         &self,
         key: &CacheKey,
@@ -78,13 +78,13 @@ pub trait CacheStore {
         entry: &NewEntry,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Removes an entry. Ends the lease of a load or a mark. Notifies waiters.
+    /// Removes an entry. Ends the lease of a load, and removes a mark. Notifies waiters.
     fn invalidate(&self, key: &CacheKey) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Makes an entry stale, if there is one. Ends the lease of a load or a mark. Notifies waiters.
+    /// Makes an entry stale, if there is one. Ends the lease of a load, and removes a mark. Notifies waiters.
     fn expire(&self, key: &CacheKey) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// The generation of a tag, whose key is the tag. `None` if there is none.
+    /// The generation of a tag. [`CacheKey::key`] of `tag` is the tag. `None` if the tag has no generation.
     fn generation(&self, tag: &CacheKey) -> impl Future<Output = Result<Option<Token>, StoreError>> + Send;
 
     /// The generation of a tag, which is `new` if there was none. It is kept for at least `ttl` from now on, if the store has room.
@@ -98,8 +98,9 @@ pub trait CacheStore {
     /// Removes the generation of a tag. Entries with it are then no longer valid, and never again.
     fn invalidate_tag(&self, tag: &CacheKey) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Notifications for a waiter, whenever the entry or its lease changes. The future is ready once none can be missed. Look again then,
-    /// and after each notification. A store without notifications returns [`Notifications::none`].
+    /// Notifications for a waiter, after each `put`, `release`, `set`, `invalidate` or `expire` that takes effect. The future is ready once
+    /// no notification can be missed. Look again then, and after each notification. A store without notifications returns
+    /// [`Notifications::none`].
     fn watch(&self, key: &CacheKey) -> impl Future<Output = Notifications> + Send;
 
     /// The reach within which at most one load of a key runs at a time.
@@ -112,7 +113,7 @@ pub trait CacheStore {
     }
 }
 
-/// Identifies an entry: the token of the load that stored it. Empty if there was none.
+/// Identifies an entry: the token of the load or of the `set` that stored it. Empty if there is no entry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EntryId {
     len: usize,

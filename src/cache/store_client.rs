@@ -128,6 +128,10 @@ impl StoreClient {
     }
 
     pub(super) fn set_circuit_breaker(&mut self, settings: CircuitBreaker) {
+        #[cfg(feature = "local-cache")]
+        {
+            self.subscriptions = Arc::new(Circuit::new(settings));
+        }
         self.circuit = Arc::new(Circuit::new(settings));
     }
 
@@ -149,7 +153,7 @@ impl StoreClient {
             let changes = self.store.watch(key).await;
             if changes.may_have_changed() { Err(StoreError::late("no subscription")) } else { Ok(changes) }
         };
-        // Not observed: if subscriptions fail, only hits take longer.
+        // `()` writes no metric and no log line: if subscriptions fail, only hits take longer.
         let changes = self.subscriptions.call(&(), self.deadline, confirmed).await;
         changes.unwrap_or_else(|_| Notifications::none())
     }

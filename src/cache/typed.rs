@@ -115,8 +115,7 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
         self.with(|options| options.stale_for = time.min(NewEntry::MAX_TTL))
     }
 
-    /// How long the absence of a value is cached. With zero it is not. Defaults to ten seconds, or to the time for values if that is
-    /// shorter.
+    /// How long the absence of a value is cached. With zero it is not. Defaults to ten seconds, or to `fresh_for` if that is shorter.
     #[must_use]
     pub fn absent_for(self, time: Duration) -> Self {
         self.with(|options| options.absent_for = time.min(NewEntry::MAX_TTL))
@@ -156,7 +155,8 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
         self.with(|options| options.load_timeout = time.min(NewEntry::MAX_TTL))
     }
 
-    /// How long a load is protected without a sign of life of its process. After that another process may load. Defaults to two seconds.
+    /// How long the lease of a load lasts without a renewal, from 10 ms to one hour. After that another process may load. Defaults to two
+    /// seconds.
     #[must_use]
     pub fn lease(self, time: Duration) -> Self {
         self.with(|options| options.lease = time.clamp(Claim::MIN_LEASE, Claim::MAX_LEASE))
@@ -180,11 +180,11 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     /// served without a call of the store. By default there are none.
     ///
     /// The store notifies this process of each change, so a changed value is usually gone within a millisecond. If it cannot notify, for
-    /// instance because the connection is lost, the store is asked. While the store fails, values without a known change are served until
-    /// they are no longer fresh, or [stale](Self::stale_for). [`invalidate_tag`](Self::invalidate_tag) of another process takes up to one
-    /// second.
+    /// instance because the connection is lost, the store is asked. While the store fails, this process serves values without a known
+    /// change until the end of their [stale time](Self::stale_for). [`invalidate_tag`](Self::invalidate_tag) of another process takes up to
+    /// one second.
     ///
-    /// On Redis, each value is a subscription to a channel, for which Redis keeps about 200 bytes.
+    /// On Redis, each value needs a subscription to a channel, for which Redis keeps about 200 bytes.
     #[cfg(feature = "local-cache")]
     #[cfg_attr(docsrs, doc(cfg(feature = "local-cache")))]
     #[must_use]
@@ -193,9 +193,9 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
         self
     }
 
-    /// A filter with the keys that exist. If it excludes a key without an entry, [`get_or_fill`](Self::get_or_fill) returns `None` without a
-    /// load, and without an entry for the absence. [`set`](Self::set) adds the key to the filter before it stores a value. The filter has its
-    /// own deadline. If its store fails, the key may exist. Defaults to none.
+    /// A filter with the keys that exist. If a key has no entry and the filter excludes the key, [`get_or_fill`](Self::get_or_fill) returns
+    /// `None`. It starts no load, and stores no absence. [`set`](Self::set) adds the key to the filter before it stores a value. The filter
+    /// has its own deadline. If the store of the filter fails, `get_or_fill` loads the key, and `set` fails. Defaults to none.
     #[must_use]
     pub fn exists_filter(mut self, filter: &ExistsFilter) -> Self {
         self.filter = Some(filter.clone());
@@ -295,7 +295,8 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
         result
     }
 
-    /// Removes all entries with a tag, of whatever number. A load with this tag that began before this call is not served to later calls.
+    /// Invalidates all entries with a tag, however many they are. A load with this tag that began before this call is not served to later
+    /// calls.
     ///
     /// Other processes may serve the entries for up to one second, since they ask the store once a second.
     ///
@@ -328,7 +329,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
     ///
     /// # Errors
     ///
-    /// If there is neither a value nor a stale one: see [`CacheError`].
+    /// If the load fails and the cache has no stale value, or if a setting is invalid: see [`CacheError`].
     pub async fn get_or_fill<L, F, R, E>(&self, key: impl Into<Key>, loader: L) -> Result<Option<Arc<T>>, CacheError>
     where
         L: FnOnce() -> F + Send + 'static,
@@ -364,7 +365,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
     ///
     /// # Errors
     ///
-    /// The first error, if a key has neither a value nor a stale one.
+    /// The first error: if the load of a key fails and the cache has no stale value for it, or if a setting is invalid.
     pub async fn get_or_fill_all<K, L, F, R, E>(
         &self,
         keys: impl IntoIterator<Item = K>,
@@ -465,7 +466,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         }
         let claim = Claim { token: Token::random()?, lease: self.inner.options.lease };
         let (inner, canceller) = (self.inner.clone(), self.inner.clone());
-        // Nobody waits long for a background load, so it is not a part of the load that started it.
+        // No caller waits for a background load longer than `soft_timeout`, so the load that started it cannot wait for itself forever.
         let keys = loader.batch_keys().unwrap_or_else(|| [key].into());
         let chain = Arc::new(Chain { flights, keys, outer: outer.filter(|_| !is_background) });
         // After the loader only the store call is left: an entry or a mark is stored, also if the callers have gone.
@@ -524,7 +525,8 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         Ok(self.inner.look_up(&self.key(key)).await?.found.and_then(|found| found.value))
     }
 
-    /// Stores a value, or its absence. A load that began before this call is not stored after it.
+    /// Stores a value, or its absence. With [`Loaded::uncached`], removes the entry. A load that began before this call is not stored after
+    /// it.
     ///
     /// # Errors
     ///

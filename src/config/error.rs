@@ -45,14 +45,14 @@ impl RulesError {
         self
     }
 
-    /// The error without its position.
+    /// The error without its file, position and field.
     #[must_use]
     pub fn message(&self) -> &str {
         &self.message
     }
 
-    /// The path of the invalid value in the document, such as `policies.api.limits[1].burst`. `None` if the error concerns the whole document,
-    /// or if the document cannot be parsed.
+    /// The path of the invalid value in the document, such as `policies.api.limits[1].burst`. `None` if the error concerns the whole
+    /// document, or if the field is unknown, as with a syntax error.
     #[must_use]
     pub fn field(&self) -> Option<&str> {
         self.field.as_deref()

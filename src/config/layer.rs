@@ -25,8 +25,8 @@ use crate::responder::HttpResponder;
 ///
 /// All clones of this layer and all their services share the same rules and counts. Requests that no rule matches pass uncounted.
 ///
-/// The rules share one circuit breaker for the backend, one local store for its outages, and the bound on
-/// [adjustments in flight](crate::rate_limit::RateLimitHandle::MAX_PENDING).
+/// The rules share one circuit breaker for the backend, one local store for its outages, and the bound on [corrections in
+/// flight](crate::rate_limit::RateLimitHandle::MAX_PENDING).
 #[must_use]
 pub struct RulesLayer<B, A = HttpResponder> {
     pub(super) shared: Arc<Shared<B, A>>,
@@ -124,7 +124,7 @@ impl<B, A> RulesLayer<B, A> {
         self.shared.handle.clone()
     }
 
-    /// Waits until no [adjustment](crate::rate_limit::RateLimitHandle) of any rule is in flight. See [`RateLimitLayer::wait_idle`].
+    /// Waits until no [correction](crate::rate_limit::RateLimitHandle) of any rule is in flight. See [`RateLimitLayer::wait_idle`].
     ///
     /// Call it before the program ends, after it has stopped accepting requests. It covers all clones of this layer that were made after
     /// [`circuit_breaker`](Self::circuit_breaker) was set.

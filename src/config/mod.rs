@@ -99,7 +99,7 @@
 //! | `limits[].algorithm` | `token_bucket`, `fixed_window`, `sliding_window` or `sliding_log`: see [`Quota`](crate::Quota); there is no default |
 //! | `limits[].burst` | the size of a token bucket; defaults to the quota |
 //! | `limits[].name` | the name that clients read: see [`Policy::named`](crate::Policy::named) |
-//! | `rules[].path` | a pattern: `/users/{id}` for one segment, `/files/{*rest}` for at least one; at most 25 parameters for a segment, and 1,024 bytes |
+//! | `rules[].path` | a pattern: `/users/{id}` for one segment, `/files/{*rest}` for at least one; at most 25 parameters like `{id}`, and 1,024 bytes |
 //! | `rules[].methods` | a list of methods; defaults to all |
 //! | `rules[].policy`, `rules[].key` | the policy and the key of a request |
 //! | `rules[].policies` | instead of `policy` and `key`, a list of tables with a `policy` and a `key` each: see [`RateLimitLayer::and`](crate::RateLimitLayer::and) |
@@ -120,9 +120,9 @@
 //! A time is text with units, the larger ones first: `250ms`, `1s`, `15m`, `1h30m`, `1d`.
 //!
 //! A key is `global`, `peer_ip`, `client_ip`, [`bearer_token`](crate::http::bearer_token), [`basic_user`](crate::http::basic_user) or
-//! `{ header = "<name>" }`, or a list of these. From a list, the first key that a request has is used. A key is required, because without one
-//! all clients would share one quota. A header is the client's [claim](crate::http::header): unless an outer layer checks it, add a policy for
-//! the address, as above.
+//! `{ header = "<name>" }`, or a list of these. From a list, the first key that a request has is used. A key is required, because without
+//! one all clients would share one quota. A header is the client's [claim](crate::http::header): unless an outer layer checks it, add a
+//! policy for the address, as above.
 //!
 //! # Which rule applies
 //!
@@ -153,14 +153,16 @@
 //! A pattern matches the whole path of a request, never a prefix. One warning lists the rules that no request has matched in the
 //! [first hour](Rules::UNMATCHED_AFTER) after they were loaded. A rule for rare requests may be listed although it is correct.
 //!
-//! The layer matches the path that it sees, which has no prefix in a nested axum router. Patterns and requests are normalized (RFC 3986, 6.2.2):
-//! `/größe` matches `/gr%C3%B6%C3%9Fe`, which browsers send, and `/users/%6de` is `/users/me`. `%2F` stays part of a segment, and `%25` stays
-//! escaped, so nothing is decoded twice. Case, `.`, `..` and empty segments are significant.
+//! The layer matches the path that it sees, which has no prefix in a nested axum router. Patterns and requests are normalized (RFC 3986,
+//! 6.2.2):
+//! `/größe` matches `/gr%C3%B6%C3%9Fe`, which browsers send, and `/users/%6de` is `/users/me`. `%2F` stays part of a segment, and `%25`
+//! stays escaped, so nothing is decoded twice. Case, `.`, `..` and empty segments are significant.
 //!
-//! Routers do not agree on normalization: axum does not decode the path, and routes `/users/%6de` to the handler of `/users/{id}`. So a path can
-//! match one rule before normalization and another one after it. Then the policies of both rules apply. If one of the two is `unlimited` or
-//! missing, only the other applies. The request costs the higher `cost` and does not wait. The stricter settings apply for missing keys, store
-//! errors, replicas and charges. If a policy of the cheaper rule can never admit the higher cost, such a spelling is always rejected.
+//! Routers do not agree on normalization: axum does not decode the path, and routes `/users/%6de` to the handler of `/users/{id}`. So a
+//! path can match one rule before normalization and another one after it. Then the policies of both rules apply. If one of the two is
+//! `unlimited` or missing, only the other applies. The request costs the higher `cost` and does not wait. The stricter settings apply for
+//! missing keys, store errors, replicas and charges. If a policy of the cheaper rule can never admit the higher cost, such a spelling is
+//! always rejected.
 //!
 //! A layer that changes paths must be outside this one. If tower-http's `NormalizePathLayer` is inside, `/orders/` matches no rule, passes
 //! uncounted, and is served as `/orders`. So wrap the service of `RulesLayer` in `NormalizePathLayer`. Axum's `Router::layer` does not help,
@@ -179,24 +181,24 @@
 //! Each rule has its own `on_store_error`, `replicas` and `deadline`. For example, a login can be denied while other requests fall back to
 //! local counts.
 //!
-//! All rules share one [circuit breaker](RulesLayer::circuit_breaker), because they share one store: if enough requests of one rule fail, the
-//! other rules stop calling the store, too. A decision that takes longer than the deadline of its rule counts as a failure. So a rule whose
-//! deadline is shorter than the latency of the store can open the circuit for all rules. The rules also share their local counts.
+//! All rules share one [circuit breaker](RulesLayer::circuit_breaker), because they share one store: if enough requests of one rule fail,
+//! the other rules stop calling the store, too. A decision that takes longer than the deadline of its rule counts as a failure. So a rule
+//! whose deadline is shorter than the latency of the store can open the circuit for all rules. The rules also share their local counts.
 //!
 //! # Validation
 //!
 //! Unknown fields and contradictory values are refused, with their position, before any rule is enforced: see [`RulesError`]. The size of a
-//! file and of the data that YAML aliases expand to is limited. Rules are read from a regular file or a link to one, and not from a directory,
-//! a FIFO, a socket or a device.
+//! file and of the data that YAML aliases expand to is limited. Rules are read from a regular file or a link to one, and not from a
+//! directory, a FIFO, a socket or a device.
 //!
-//! These are logged as warnings: a policy that no rule uses, a `client_ip` table if no rule has that key, and the header `authorization` as a
-//! key.
+//! These are logged as warnings: a policy that no rule uses, a `client_ip` table if no rule has that key, and the header `authorization` as
+//! a key.
 //!
 //! # Reloading
 //!
 //! A reload replaces all rules at once for later requests, and drops no request. If the new rules are invalid, the old ones stay. A policy
-//! keeps its counts and blocks if its limits have the same algorithms and windows in the same order. Otherwise it starts with new counts: see
-//! [`QuotaChange`](crate::rate_limit::QuotaChange). Waiting requests stay under the old rules, in their own wait queue. Warnings about
+//! keeps its counts and blocks if its limits have the same algorithms and windows in the same order. Otherwise it starts with new counts:
+//! see [`QuotaChange`](crate::rate_limit::QuotaChange). Waiting requests stay under the old rules, in their own wait queue. Warnings about
 //! [addresses](crate::http::ClientIp#logs) are logged anew.
 
 mod blocking;

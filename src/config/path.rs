@@ -3,8 +3,8 @@ use std::fmt::Write as _;
 
 /// Normalizes a path (RFC 3986, 6.2.2), to compare patterns and requests.
 ///
-/// Escapes get upper-case digits, non-ASCII bytes are escaped, and characters that may occur in a segment are unescaped. An ASCII path without
-/// escapes is returned without allocation.
+/// Escapes get upper-case digits, non-ASCII bytes are escaped, and printable ASCII characters except `/`, `%`, `{` and `}` are unescaped.
+/// An ASCII path without escapes is returned without allocation.
 pub(super) fn normalize(path: &str) -> Cow<'_, str> {
     if path.bytes().all(|byte| byte.is_ascii() && byte != b'%') {
         return Cow::Borrowed(path);
@@ -31,8 +31,8 @@ fn unescape(high: u8, low: u8) -> Option<u8> {
     Some(digit(high)? << 4 | digit(low)?)
 }
 
-/// Whether routers treat a character like its escape. False for `/`, which would end the segment, and for `{` and `}`, which have a meaning in
-/// patterns.
+/// Whether routers treat a character like its escape. False for `/`, which would end the segment, for `%`, which would begin an escape, and
+/// for `{` and `}`, which have a meaning in patterns.
 fn is_literal(byte: u8) -> bool {
     byte.is_ascii_graphic() && !b"/%{}".contains(&byte)
 }

@@ -26,8 +26,8 @@ use crate::rate_limit::{Limit, Policy, Quota, RateLimitFallback};
 
 /// The rules of a file: which requests are limited, and how. See the [module docs](crate::config) for the format.
 ///
-/// Rules are parsed and checked as a whole, and are immutable. A [`RulesHandle`](super::RulesHandle) replaces them at runtime. Two values are equal if they have
-/// the same contents, in any format. Cheap to clone.
+/// Rules are parsed and checked as a whole, and are immutable. A [`RulesHandle`](super::RulesHandle) replaces them at runtime. Two values
+/// are equal if they have the same contents, in any format. Cheap to clone.
 #[derive(Clone)]
 pub struct Rules {
     pub(super) inner: Arc<CompiledRules>,
@@ -462,7 +462,7 @@ impl Rule {
         })
     }
 
-    /// The policies of a rule with their keys. None if the rule is unlimited.
+    /// The policies of a rule with their keys. Empty if the rule is unlimited.
     fn counts(
         def: &RuleDef,
         policies: &BTreeMap<&str, Policy>,

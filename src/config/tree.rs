@@ -9,7 +9,7 @@ use serde::de::{
 };
 use serde::forward_to_deserialize_any;
 
-/// The maximum nesting of lists and tables. Rules need five levels.
+/// The maximum nesting of lists and tables. Rules need seven levels, including the document.
 pub(super) const MAX_DEPTH: usize = 32;
 
 /// A value and its byte offset.
@@ -26,7 +26,7 @@ pub(super) enum Value {
     Integer(i128),
     Float(f64),
     Text(String),
-    /// A value that only one format has.
+    /// A value that no field takes, such as a date or a number that is too large. The text describes it in errors.
     Other(&'static str),
     List(Vec<Located>),
     Table(Vec<Entry>),

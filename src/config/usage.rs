@@ -27,7 +27,8 @@ impl Usage {
         matched.filter(|(_, matched)| !matched.load(Ordering::Relaxed)).map(|(index, _)| index)
     }
 
-    /// Records that rules have matched a request. True if the unmatched rules are to be reported now, `after` this time; once.
+    /// Records that rules have matched a request. Returns true once: when the time `after` has passed since the first request, and the
+    /// unmatched rules are to be reported.
     pub(super) fn record(&self, matching: [Option<usize>; 2], after: Duration) -> bool {
         for index in matching.into_iter().flatten() {
             let matched = &self.matched[index];

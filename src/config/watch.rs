@@ -17,7 +17,7 @@ pub struct RulesWatch {
     task: JoinHandle<()>,
 }
 
-/// How long a changed file must stay the same before it is read, because it may still be written.
+/// How long a changed file must stay the same before its rules are loaded, because it may still be written.
 const SETTLE_TIME: Duration = Duration::from_millis(100);
 
 impl RulesWatch {

@@ -37,9 +37,9 @@ pub enum ConfigError {
     BurstOutOfRange {
         /// The given size.
         burst: u64,
-        /// The refill...
+        /// The units that are refilled per `window`.
         limit: u64,
-        /// ...in this time.
+        /// The time in which `limit` units are refilled.
         window: Duration,
     },
     /// A token bucket of size 0 would never allow a request.
@@ -108,8 +108,8 @@ pub enum ConfigError {
         /// The smallest number of stores.
         min: usize,
     },
-    /// A [`Redlock`](crate::lock::Redlock) supports neither fair locks nor read/write locks nor semaphores: a quorum of stores can only grant
-    /// exclusive leases, and keeps no wait queue.
+    /// A [`Redlock`](crate::lock::Redlock) supports neither fair locks nor read/write locks nor semaphores: a quorum of stores can only
+    /// grant exclusive leases, and keeps no wait queue.
     NotByQuorum,
     /// An entry of a cache has too many tags.
     TooManyTags {
@@ -153,9 +153,22 @@ impl ConfigError {
     pub(crate) fn invalid_url(reason: impl Into<String>) -> Self {
         Self::InvalidUrl { reason: reason.into() }
     }
+
+    pub(crate) fn no_scheme() -> Self {
+        Self::InvalidUrl { reason: "it has no scheme such as `memory:` or `redis:`".into() }
+    }
+
+    /// The error for the text before the first colon of a URL. Text that cannot be a scheme may be a password, so the error has none of it.
+    pub(crate) fn unknown_scheme(text: &str) -> Self {
+        let is_scheme = |byte: u8| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte);
+        if text.is_empty() || !text.bytes().all(is_scheme) {
+            return Self::no_scheme();
+        }
+        Self::UnknownScheme { scheme: text.chars().take(32).collect() }
+    }
 }
 
-// Not in the file of `Reach`, which the error contains.
+// Here, so that the module of `Reach` does not depend on `ConfigError`, which contains a `Reach`.
 impl Reach {
     /// An error if this is less than `needed`.
     pub(crate) fn require(self, needed: Self) -> Result<(), ConfigError> {

@@ -2,9 +2,9 @@ use ::http::Response;
 
 use super::details::Any;
 use super::status::{Code, GrpcResponder, detailed, status_response};
-use crate::http::{IS_REJECTED, IdempotentBody, REJECTED, ResponseBody, STORE_RETRY, STORE_TEXT};
+use crate::http::{IdempotentBody, ResponseBody, STORE_RETRY, STORE_TEXT, declare_rejection};
 use crate::idempotency::Rejection;
-use crate::responder::{NotExecuted, OutcomeUnknown, Responder};
+use crate::responder::Responder;
 
 impl<B, E> Responder<Rejection, Response<B>, E> for GrpcResponder {
     type Response = Response<IdempotentBody<B>>;
@@ -23,10 +23,7 @@ impl<B, E> Responder<Rejection, Response<B>, E> for GrpcResponder {
                 status_response(Code::InvalidArgument, &text)
             }
             Rejection::Mismatch | Rejection::OutcomeUnknown { .. } | Rejection::NotStored { .. } => {
-                let mut response = status_response(Code::FailedPrecondition, &text);
-                // A handler may respond with the same code, so mark the rejection.
-                response.headers_mut().insert(REJECTED, IS_REJECTED);
-                response
+                status_response(Code::FailedPrecondition, &text)
             }
             // Retry policies retry this code. They do not retry `DEADLINE_EXCEEDED`, which is for the client's own deadline.
             Rejection::BodyTimeout => later(Code::Unavailable, &text, STORE_RETRY),
@@ -42,10 +39,7 @@ impl<B, E> Responder<Rejection, Response<B>, E> for GrpcResponder {
             }
             Rejection::Store(_) => later(Code::Unavailable, STORE_TEXT, STORE_RETRY),
         };
-        if is_half_done {
-            response.extensions_mut().remove::<NotExecuted>();
-            response.extensions_mut().insert(OutcomeUnknown);
-        }
+        declare_rejection(&mut response, is_half_done);
         Ok(response.map(IdempotentBody::other))
     }
 
@@ -66,6 +60,7 @@ mod tests {
     use super::*;
     use crate::error::{ConfigError, StoreError};
     use crate::idempotency::{InvalidKey, ScopeBound};
+    use crate::responder::{NotExecuted, OutcomeUnknown};
 
     #[test]
     fn rejections_map_to_status_and_pushback() {
@@ -103,6 +98,7 @@ mod tests {
             assert_eq!(header("grpc-retry-pushback-ms"), pushback, "{name}");
             assert_eq!(header("grpc-status-details-bin").is_some(), pushback.is_some(), "{name}");
             assert_eq!(response.extensions().get::<NotExecuted>().is_some(), not_executed, "{name}");
+            assert_eq!(header("tollgate-rejected").is_some(), not_executed, "{name}");
             assert_eq!(response.extensions().get::<OutcomeUnknown>().is_some(), !not_executed, "{name}");
         }
     }

@@ -6,9 +6,9 @@ use http_body::Body;
 
 use super::details::Any;
 use super::status::{Code, GrpcResponder, detailed, status_response, trailers, without_retry};
-use crate::http::{LockedBody, ResponseBody, STORE_RETRY, STORE_TEXT};
+use crate::http::{LockedBody, ResponseBody, STORE_RETRY, STORE_TEXT, declare_rejection};
 use crate::lock::{BindLease, LeaseGuard, LeaseHandle, LockError, Rejection, fencing};
-use crate::responder::{NotExecuted, OutcomeUnknown, Responder};
+use crate::responder::Responder;
 
 /// The maximum retry delay of a busy lock, however long the lease may last.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
@@ -19,7 +19,7 @@ impl<B, E> Responder<fencing::Rejection, Response<B>, E> for GrpcResponder {
     type Error = E;
 
     fn reject(&self, rejection: fencing::Rejection) -> Result<Self::Response, E> {
-        Ok(match rejection {
+        let mut response = match rejection {
             // The client needs a new lease before it can retry.
             fencing::Rejection::Stale(_) => {
                 without_retry(Code::Aborted, "another client holds the lock of this request now")
@@ -27,7 +27,9 @@ impl<B, E> Responder<fencing::Rejection, Response<B>, E> for GrpcResponder {
             fencing::Rejection::Missing(_) | fencing::Rejection::MissingFence(_) => {
                 status_response(Code::InvalidArgument, "the request names no lock or fence")
             }
-        })
+        };
+        declare_rejection(&mut response, false);
+        Ok(response)
     }
 
     fn response(&self, response: Response<B>) -> Self::Response {
@@ -48,7 +50,8 @@ impl<B, E> Responder<Rejection, Response<B>, E> for GrpcResponder {
             let wait = self.with_jitter(wait);
             detailed(code, text, Some(wait), vec![Any::retry_info(wait)])
         };
-        let response = match rejection {
+        let may_have_run = matches!(rejection, Rejection::Lock(LockError::Lost(_)));
+        let mut response = match rejection {
             Rejection::MissingKey(missing) => status_response(Code::InvalidArgument, &missing.to_string()),
             Rejection::Lock(LockError::Busy(busy)) => {
                 let wait = busy.retry_after().clamp(Duration::from_millis(1), MAX_RETRY_DELAY);
@@ -58,12 +61,7 @@ impl<B, E> Responder<Rejection, Response<B>, E> for GrpcResponder {
             Rejection::Lock(LockError::QueueFull(_)) => {
                 later(Code::ResourceExhausted, "too many requests wait for the lock", STORE_RETRY)
             }
-            Rejection::Lock(LockError::Lost(_)) => {
-                let mut response = without_retry(Code::Aborted, LOST_TEXT);
-                response.extensions_mut().remove::<NotExecuted>();
-                response.extensions_mut().insert(OutcomeUnknown);
-                response
-            }
+            Rejection::Lock(LockError::Lost(_)) => without_retry(Code::Aborted, LOST_TEXT),
             Rejection::Lock(LockError::Store(_) | LockError::NotReplicated(_) | LockError::Closed(_)) => {
                 later(Code::Unavailable, STORE_TEXT, STORE_RETRY)
             }
@@ -73,6 +71,7 @@ impl<B, E> Responder<Rejection, Response<B>, E> for GrpcResponder {
                 status_response(Code::Internal, "the request cannot be served")
             }
         };
+        declare_rejection(&mut response, may_have_run);
         Ok(response.map(LockedBody::new))
     }
 

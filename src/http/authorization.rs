@@ -21,7 +21,8 @@ use crate::key::{ExtractKey, Key, Or, first_of};
 /// the user that the authentication layer found:
 ///
 /// * A client that invents tokens has a quota for each.
-/// * Some tokens have several spellings, such as a JWT whose last character has unused bits. A new token of the same client is a new key, too.
+/// * Some tokens have several spellings, such as a JWT whose last character has unused bits. A new token of the same client is a new key,
+///   too.
 /// * A closure can count by an extension that the authentication layer has inserted into the request:
 ///
 /// ```
@@ -98,7 +99,8 @@ pub const fn basic_user() -> BasicUserKey {
 #[non_exhaustive]
 pub struct BasicUserKey;
 
-/// Accepts any padding and trailing bits: a client could otherwise get several quotas by encoding one name in several ways.
+/// Accepts any padding and trailing bits. Otherwise a request with another encoding of the name would have no key, and might pass
+/// uncounted.
 const LENIENT_BASE64: GeneralPurpose = GeneralPurpose::new(
     &STANDARD,
     GeneralPurposeConfig::new()

@@ -16,8 +16,8 @@ use crate::key::{ExtractKey, Key, Or, first_of, missing_key};
 /// secrets, so the store sees only their digest ([`Key::digest`]).
 ///
 /// The value is the client's claim. Until something checks it, each value that a client invents has its own quota and its own entry in the
-/// store. So put the layer behind the authentication, or add a limit for the [address](super#keys). Behind an authentication layer, a closure
-/// can count by the extension that this layer inserts: [`bearer_token`](super::bearer_token) has an example.
+/// store. So put the layer behind the authentication, or add a limit for the [address](super#keys). Behind an authentication layer, a
+/// closure can count by the extension that this layer inserts: [`bearer_token`](super::bearer_token) has an example.
 ///
 /// **Do not count by `authorization`.** `Bearer`, `bearer` and `BEARER` with the same token are different keys here. So is each password
 /// that a client tries for a user. Use [`bearer_token`](super::bearer_token) and [`basic_user`](super::basic_user).
@@ -36,7 +36,7 @@ pub fn header(name: impl TryInto<HeaderName>) -> HeaderKey {
     HeaderKey { name: header_name(name) }
 }
 
-/// Converts a header name in any case, and panics if it is not valid.
+/// Converts a header name in upper or lower case, and panics if the name is not valid.
 pub(super) fn header_name(name: impl TryInto<HeaderName>) -> HeaderName {
     name.try_into().unwrap_or_else(|_| panic!("invalid header name: use letters, digits and `-`"))
 }
@@ -87,8 +87,8 @@ pub struct PeerAddr(pub SocketAddr);
 /// Counts by the IP address of the peer, which is the other end of the connection.
 ///
 /// Reads a [`PeerAddr`] or, with the feature `axum`, axum's `ConnectInfo<SocketAddr>` from the extensions of the request. Axum's
-/// `MockConnectInfo` works too, for tests of a router. A request without any of these has no key: layers respond with 400 by default, and the
-/// first such request is logged as a warning.
+/// `MockConnectInfo` works too, for tests of a router. A request without any of these has no key: layers respond with 400 by default, and
+/// the first such request is logged as a warning.
 ///
 /// The key of an IPv6 address is its first 64 bits, because one client usually controls all the other bits. An IPv4 address that is written
 /// as IPv6 (`::ffff:203.0.113.7`) counts as IPv4. So does the NAT64 translation with the well-known prefix (`64:ff9b::203.0.113.7`).

@@ -10,10 +10,10 @@ use pin_project_lite::pin_project;
 
 use super::body::ResponseBody;
 use super::problem::{Kind, Problem};
-use super::responder::{REJECTED, STORE_RETRY, STORE_TEXT};
+use super::responder::{STORE_RETRY, STORE_TEXT, declare_rejection};
 use crate::error::BoxError;
 use crate::lock::{BindLease, LeaseGuard, LeaseHandle, LockError, Rejection, fencing};
-use crate::responder::{BusyStatus, HttpResponder, NotExecuted, OutcomeUnknown};
+use crate::responder::{BusyStatus, HttpResponder};
 
 /// The maximum `Retry-After` of a busy lock, however long the lease may last: most leases are released much sooner.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(5);
@@ -21,7 +21,8 @@ const MAX_RETRY_AFTER: Duration = Duration::from_secs(5);
 /// The header field for the [fence](crate::Lease::fence) of the lock that the sender of a request holds.
 pub const LOCK_FENCE: HeaderName = HeaderName::from_static("lock-fence");
 
-/// The fence in the field [`LOCK_FENCE`], for a [`FenceLayer`](fencing::FenceLayer). `None` if the field is missing, repeated or not a number.
+/// The fence in the field [`LOCK_FENCE`], for a [`FenceLayer`](fencing::FenceLayer). `None` if the field is missing, repeated or not a
+/// number.
 pub fn lock_fence<B>(request: &Request<B>) -> Option<u64> {
     let mut fences = request.headers().get_all(LOCK_FENCE).iter();
     let fence = fences.next()?.to_str().ok()?;
@@ -32,18 +33,20 @@ pub fn lock_fence<B>(request: &Request<B>) -> Option<u64> {
 
 impl HttpResponder {
     pub(super) fn fence_rejection(&self, rejection: &fencing::Rejection) -> Response<Bytes> {
-        match rejection {
+        let mut response = match rejection {
             fencing::Rejection::Stale(_) => {
                 self.refusal(StatusCode::PRECONDITION_FAILED, "another client holds the lock of this request now")
             }
             fencing::Rejection::Missing(_) | fencing::Rejection::MissingFence(_) => {
                 self.refusal(StatusCode::BAD_REQUEST, "the request names no lock or fence")
             }
-        }
+        };
+        declare_rejection(&mut response, false);
+        response
     }
 
     pub(super) fn lock_rejection(&self, rejection: &Rejection) -> Response<Bytes> {
-        match rejection {
+        let mut response = match rejection {
             Rejection::MissingKey(missing) => self.refusal(StatusCode::BAD_REQUEST, &missing.to_string()),
             Rejection::Lock(LockError::Busy(busy)) => {
                 let status = match self.busy {
@@ -64,11 +67,7 @@ impl HttpResponder {
                 // The request may have had effects, so the response has no `Retry-After`.
                 let (kind, status) = (Kind::LockLost, StatusCode::SERVICE_UNAVAILABLE);
                 let detail = "the request was cancelled while it ran and may have had effects";
-                let mut response = self.answer(None, Problem { kind, status, detail, violated: Vec::new() });
-                response.extensions_mut().remove::<NotExecuted>();
-                response.extensions_mut().insert(OutcomeUnknown);
-                response.headers_mut().remove(REJECTED);
-                response
+                self.answer(None, Problem { kind, status, detail, violated: Vec::new() })
             }
             Rejection::Lock(LockError::Store(_) | LockError::NotReplicated(_) | LockError::Closed(_)) => {
                 self.retry_later(Kind::LockUnavailable, STORE_TEXT)
@@ -78,7 +77,9 @@ impl HttpResponder {
                 tracing::error!(%error, "cannot acquire the lock of a request");
                 self.refusal(StatusCode::INTERNAL_SERVER_ERROR, "the request cannot be served")
             }
-        }
+        };
+        declare_rejection(&mut response, matches!(rejection, Rejection::Lock(LockError::Lost(_))));
+        response
     }
 
     fn retry_later(&self, kind: Kind, detail: &str) -> Response<Bytes> {
@@ -166,7 +167,8 @@ pub(crate) enum AbortOutcome {
 #[derive(Debug)]
 struct MarkerState {
     outcome: OnceLock<AbortOutcome>,
-    // The marker of an inner layer. A layer between the two has read that one, and must not see the mark of the outer layer.
+    // The marker of an inner layer. A layer between the inner and the outer layer reads the inner marker, and must not see the outcome that
+    // the outer layer sets.
     inner: Option<AbortMarker>,
 }
 

@@ -65,7 +65,7 @@
 //! | --- | --- | --- |
 //! | [Amazon CloudFront][cloudfront] | `CloudFront-Viewer-Address`: `198.51.100.10:46532`, IPv6 without brackets; only with an origin request policy | `.single_header("cloudfront-viewer-address")` |
 //! | [AWS Application Load Balancer][alb] | appends `ip` to `X-Forwarded-For`, or `ip:port` with client port preservation; do not set its mode to `preserve` | the default |
-//! | [Azure Front Door][afd] | `X-Azure-SocketIP`: the address of the connection. A client may forge `X-Azure-ClientIP`. Compare `X-Azure-FDID` | `.single_header("x-azure-socketip")` |
+//! | [Azure Front Door][afd] | `X-Azure-SocketIP`: the address of the connection. A client may forge `X-Azure-ClientIP`. Check that `X-Azure-FDID` is the ID of your Front Door | `.single_header("x-azure-socketip")` |
 //! | [Azure Application Gateway][appgw] | appends `ip:port` to `X-Forwarded-For` | the default |
 //! | [Google Cloud load balancers][google] | append `<client>,<load balancer>` to `X-Forwarded-For`; trust the load balancer's own address, too | the default, or `trusting_hops(2)` |
 //! | [Fastly][fastly] | `Fastly-Client-IP`: one address, which a client may set unless your VCL sets it | `.single_header("fastly-client-ip")` |
@@ -110,8 +110,8 @@
 //! The body of a rejection is a problem document (RFC 9457) with `type`, `title`, `status` and `detail`. The registered types also have
 //! `violated-policies`, the names of the violated limits, which may be empty.
 //!
-//! If [several policies](crate::RateLimitLayer::and) deny a request, `violated-policies` names the limits of all of them, and `Retry-After` is
-//! the longest of their waits. `type` and `detail` describe the policy with that wait. No response contains the text of a store error.
+//! If [several policies](crate::RateLimitLayer::and) deny a request, `violated-policies` names the limits of all of them, and `Retry-After`
+//! is the longest of their waits. `type` and `detail` describe the policy with that wait. No response contains the text of a store error.
 //!
 //! ```json
 //! {
@@ -129,8 +129,8 @@
 //! ## Large uploads
 //!
 //! A layer rejects a request before it reads the body. Over HTTP/1 the server then closes the connection, and a client that is still sending
-//! gets a broken pipe or a reset. A client that gives up there never reads the 429, although it has arrived. With axum on loopback, an upload
-//! of 64 MiB fails this way, and an upload of 1 MiB fits into the buffers of the connection. For routes with large bodies:
+//! gets a broken pipe or a reset. A client that gives up there never reads the 429, although it has arrived. With axum on loopback, an
+//! upload of 64 MiB fails this way, and an upload of 1 MiB fits into the buffers of the connection. For routes with large bodies:
 //!
 //! * Let clients send `Expect: 100-continue`, as curl does, and wait for the response before they send the body.
 //! * Let clients read the response even if writing has failed.
@@ -162,9 +162,9 @@
 //! | `t` | the seconds until more units become available, rounded up | if all units are available |
 //! | `pk` | [a keyed digest](crate::HttpResponder::partition_secret) of the key | unless you set a secret |
 //!
-//! `Retry-After` (RFC 9110) is rounded up and never 0. It is the time until *all* limits have room for a request of this cost. So it is never
-//! earlier than the `t` of a violated limit, which may get some units before it has enough. The `t` of a limit that has room may be later,
-//! and does not matter for the retry.
+//! `Retry-After` (RFC 9110) is rounded up and never 0. It is the time until *all* limits have room for a request of this cost. So it is
+//! never earlier than the `t` of a violated limit, which may get some units before it has enough. The `t` of a limit that has room may be
+//! later, and does not matter for the retry.
 //!
 //! | [`HeaderVersion`](crate::responder::HeaderVersion) | fields for two limits |
 //! | --- | --- |
@@ -391,7 +391,7 @@ pub use self::rejection::{HttpRejection, MapRejection};
 pub use ::ipnet::IpNet;
 
 #[cfg(feature = "grpc")]
-pub(crate) use self::responder::{IS_REJECTED, REJECTED};
+pub(crate) use self::responder::declare_rejection;
 #[cfg(feature = "grpc")]
 pub(crate) use self::responder::{STORE_RETRY, STORE_TEXT, insert_decision, respond_to};
 #[cfg(feature = "grpc")]

@@ -45,11 +45,6 @@ impl Kind {
         matches!(self, Self::QuotaExceeded | Self::TemporaryReducedCapacity | Self::AbnormalUsageDetected)
     }
 
-    /// Whether this is a type of locks or idempotency.
-    pub(super) const fn is_ours(self) -> bool {
-        !self.is_registered() && !matches!(self, Self::Blank)
-    }
-
     const fn uri(self) -> &'static str {
         match self {
             Self::QuotaExceeded => "https://iana.org/assignments/http-problem-types#quota-exceeded",

@@ -14,7 +14,7 @@ use crate::key::Key;
 use crate::rate_limit::{
     AnnotateResponse, Decision, LimitInfo, Outcome, RateLimitHandle, RateLimited, Rejection, ceil_seconds,
 };
-use crate::responder::{HttpResponder, NotExecuted, RejectionBody, Responder};
+use crate::responder::{HttpResponder, NotExecuted, OutcomeUnknown, RejectionBody, Responder};
 
 /// The `Retry-After` of a store failure, whose end is not known.
 pub(crate) const STORE_RETRY: Duration = Duration::from_secs(1);
@@ -24,6 +24,18 @@ pub(crate) const STORE_RETRY: Duration = Duration::from_secs(1);
 /// Their status alone does not tell a client in another process that nothing was executed.
 pub(crate) const REJECTED: HeaderName = HeaderName::from_static("tollgate-rejected");
 pub(crate) const IS_REJECTED: HeaderValue = HeaderValue::from_static("true");
+
+/// Tells outer layers that a lock or an idempotency layer has rejected a request. `may_have_run`: the handler had begun, so the outcome is
+/// unknown.
+pub(crate) fn declare_rejection<B>(response: &mut Response<B>, may_have_run: bool) {
+    if may_have_run {
+        response.extensions_mut().remove::<NotExecuted>();
+        response.extensions_mut().insert(OutcomeUnknown);
+    } else {
+        // Extensions are not sent over a connection, but this field is.
+        response.headers_mut().insert(REJECTED, IS_REJECTED);
+    }
+}
 
 /// The text of a store failure. The client must not see the details.
 pub(crate) const STORE_TEXT: &str = "temporarily unavailable";
@@ -120,8 +132,8 @@ impl HttpResponder {
     /// [policy](RateLimited::policy). The fields of other policies that denied the request have no partition key.
     ///
     /// The extension [`NotExecuted`] is missing, because the handler may have had effects. A handler without effects may insert it. Then an
-    /// [`IdempotencyLayer`](super::IdempotencyLayer) with [`ResponsePolicy::All`](crate::idempotency::ResponsePolicy::All) does not store the
-    /// response.
+    /// [`IdempotencyLayer`](super::IdempotencyLayer) with [`ResponsePolicy::All`](crate::idempotency::ResponsePolicy::All) does not store
+    /// the response.
     #[must_use]
     pub fn respond_to(&self, limited: &RateLimited, key: impl Into<Key>) -> Response<ResponseBody> {
         respond_to(self, limited, &key.into())
@@ -129,7 +141,8 @@ impl HttpResponder {
 
     /// Writes the rate-limit header fields, for your own [`Responder`].
     ///
-    /// Existing fields are kept, and lists are extended. For a response that may have the fields of an [upstream](Self::upstream_fields), call
+    /// Lists are extended. A field with one value keeps the value of the tightest limit. For a response that may have the fields of an
+    /// [upstream](Self::upstream_fields), call
     /// [`annotate`](crate::rate_limit::AnnotateResponse::annotate) instead.
     pub fn write_headers(&self, info: &LimitInfo<'_>, headers: &mut HeaderMap) {
         write_fields(&self.fields, info, headers);
@@ -156,9 +169,6 @@ impl HttpResponder {
         headers.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
         if let Some(seconds) = retry_after {
             headers.insert(RETRY_AFTER, seconds.into());
-        }
-        if problem.kind.is_ours() {
-            headers.insert(REJECTED, IS_REJECTED);
         }
         response
     }

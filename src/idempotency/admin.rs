@@ -13,8 +13,8 @@ use crate::store::deadline::{Deadline, require_nonzero_deadline};
 
 /// Inspects, completes and forgets operations. For operators and their tools.
 ///
-/// By default, an operation with unknown outcome is rejected for its retention ([`OnUnknown::Reject`](super::OnUnknown::Reject)),
-/// until an operator has determined the outcome. The log names the operation, and so does
+/// By default, requests for an operation with unknown outcome are rejected ([`OnUnknown::Reject`](super::OnUnknown::Reject)), until its
+/// retention ends or an operator determines the outcome. The log names the operation, and so does
 /// [`IdempotencyHandle::operation`](super::IdempotencyHandle::operation).
 ///
 /// ```
@@ -136,9 +136,10 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
     /// False if the operation was begun, completed or released since, or if its ended lease was renewed. Then nothing changes, and
     /// you can [inspect](Self::inspect) it again.
     ///
-    /// **A running handler is not stopped**, whether the operation is in flight, or its outcome is unknown because its process
-    /// was silent. The handler learns of it at its next renewal or at its end, and its response is not stored. Its effects may
-    /// happen twice. Only the [fence](super::IdempotencyHandle::fence) separates the two attempts.
+    /// **A running handler is not stopped**, whether the operation is in flight, or its outcome is unknown because its process was silent.
+    /// With [`OnUnknown::Reject`](super::OnUnknown::Reject), the handler runs to its end, and its response is not stored. With
+    /// [`OnUnknown::Retry`](super::OnUnknown::Retry), its next renewal cancels the handler. Its effects may happen twice. Only the
+    /// [fence](super::IdempotencyHandle::fence) separates the two attempts.
     ///
     /// # Errors
     ///
@@ -163,7 +164,8 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
     /// The record does not say whether the operation belongs to a layer or to [`Idempotent`](super::Idempotent). A response for
     /// the wrong one is a store error for each retry, until you complete the operation with the right kind of [`StoredResponse`].
     ///
-    /// If the handler is still running, it has lost the operation. Its response goes to its own client, and is not stored.
+    /// A handler that is still running has lost the operation. Its response goes to its own client, and is not stored. With
+    /// [`OnUnknown::Retry`](super::OnUnknown::Retry), the next renewal cancels the handler.
     ///
     /// # Errors
     ///

@@ -18,7 +18,7 @@ const LATE: Duration = Duration::from_secs(1);
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 /// The maximum of the pause for any lease, so that results are stored soon after the store recovers.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// The minimum time of background calls.
+/// The minimum time for which background calls are repeated.
 const MIN_TIME: Duration = Duration::from_secs(1);
 
 /// A background settlement. It is dropped before its end if there are too many or if there is no runtime.

@@ -25,11 +25,11 @@ pub(crate) struct OperationContext<P: ?Sized> {
     claim: Claim,
     // When the claim or the last renewal was sent, measured before the call.
     sent: Mutex<Instant>,
-    // The number of the last stored checkpoint.
+    // The number of the last checkpoint, also if storing it failed.
     checkpoint: AtomicU32,
     // Whether the operation is completed in the record, so that no other attempt starts.
     is_done: AtomicBool,
-    // The runtime of the first store call. The context may be dropped outside of any runtime.
+    // The runtime of the first store call that waited. The context may be dropped outside of any runtime.
     runtime: OnceLock<Handle>,
     body: P,
 }
@@ -53,7 +53,7 @@ impl<P: ?Sized> OperationContext<P> {
         &self.coordinator.options().name
     }
 
-    /// The reader of the request body.
+    /// The fingerprint of the request body.
     pub(crate) const fn body(&self) -> &P {
         &self.body
     }
@@ -187,13 +187,15 @@ impl<P: HasBodyFingerprint + 'static> OperationContext<P> {
             match renewed {
                 Some(at) => *self.lock_sent() = at,
                 None if takes_over => return,
-                // No other attempt starts, so the handler continues. But the record is lost, and retries are not recognized any more.
+                // Without a takeover the handler continues. The record is gone, or an operator has changed it, so a retry may start another
+                // attempt.
                 None => pending().await,
             }
         }
     }
 
-    /// Renews the lease, and returns when the renewal was sent; `None` if another attempt holds the operation or the record is gone.
+    /// Renews the lease, and returns the time at which the renewal was sent; `None` if another attempt holds the operation or the record is
+    /// gone.
     async fn next_renewal(&self, sent: Instant) -> Option<Instant> {
         let Self { coordinator, operation, claim, body, .. } = self;
         let mut due = sent + claim.lease / 3;
@@ -247,7 +249,8 @@ impl<P: HasBodyFingerprint + 'static> OperationContext<P> {
                     AttemptOutcome::Tombstone
                 }
             }
-            // Within the lease, no other attempt can have started, unless an earlier release succeeded without a reply.
+            // If no other attempt can have taken over, most likely an earlier call released the operation, and the reply of that call was
+            // lost.
             Settlement::Release if is_ours || !self.is_lost() => AttemptOutcome::GivenBack,
             _ => {
                 let (layer, operation) = (self.layer(), &self.operation);

@@ -9,9 +9,10 @@ use crate::key::Key;
 
 /// The operation that a handler executes.
 ///
-/// [`Idempotent`](super::Idempotent) passes it to the work. A layer inserts it into the extensions of the request, except for
-/// requests that pass without a record: without a key ([`OnMissingKey::Pass`](crate::OnMissingKey::Pass)), or after a store error
-/// ([`OnStoreError::Allow`](crate::OnStoreError::Allow)). With these settings, extract an `Option` of it. With the feature
+/// [`Idempotent`](super::Idempotent) passes it to the work. A layer inserts it into the extensions of the request, except for requests that
+/// pass without a record. Such a request has another [method](crate::http::IdempotencyLayer::methods) or no key
+/// ([`OnMissingKey::Pass`](crate::OnMissingKey::Pass)), or the store failed ([`OnStoreError::Allow`](crate::OnStoreError::Allow)). If such
+/// requests reach the handler, extract an `Option` of it. With the feature
 /// `axum`, handlers can take it as an argument without `Extension`.
 ///
 /// ```
@@ -56,8 +57,9 @@ impl IdempotencyHandle {
         self.context.operation()
     }
 
-    /// The number of this attempt. It is 1, unless an earlier attempt was released or its outcome is unknown. The number is
-    /// remembered for ten minutes after a release, and for the retention if an attempt before that had an unknown outcome.
+    /// The number of this attempt. It is 1, unless an earlier attempt was released or its outcome is unknown. The number is remembered for
+    /// ten minutes after a release. If the operation has a checkpoint, or an earlier attempt had an unknown outcome, the number is
+    /// remembered for the retention.
     #[must_use]
     pub fn attempt(&self) -> u32 {
         self.attempt

@@ -24,7 +24,7 @@ use crate::reach::Reach;
 use crate::store::circuit::CircuitBreaker;
 use crate::store::token::Token;
 
-/// Executes operations once that are no HTTP requests: messages of a broker, jobs, commands.
+/// Executes operations that are not HTTP requests, each of them once: messages of a broker, jobs, commands.
 ///
 /// An [`Operation`] names the work, and a fingerprint tells other work under the same name apart. The response is bytes, which
 /// are stored and returned for each repeat.
@@ -80,8 +80,8 @@ use crate::store::token::Token;
 /// for unknown outcomes are those of the layer.
 ///
 /// The name precedes the scope of an operation in the store and in the log: `Operation::new("alice", "payout-7")` is
-/// `Operation::new(("payouts", "alice"), "payout-7")` for [`IdempotencyAdmin`](super::IdempotencyAdmin). So operations of other
-/// names differ, and so do requests of a layer, whose scope ends with a method and a path.
+/// `Operation::new(("payouts", "alice"), "payout-7")` for [`IdempotencyAdmin`](super::IdempotencyAdmin). So operations of other names
+/// differ. The requests of a layer differ, too, unless the scope of the operation ends with a method and a path.
 #[derive(Clone)]
 pub struct Idempotent {
     coordinator: Arc<Coordinator>,
@@ -100,12 +100,12 @@ pub struct Idempotent {
 const FOREVER: Duration = Duration::from_secs(30 * 365 * 86_400);
 
 impl Idempotent {
-    /// Operations under `name` in the store, in metrics as `layer`, and in the log. Records are kept in `store`, which is a
-    /// backend.
+    /// Executes operations whose records are in `store`, which is a backend. `name` identifies the operations in the store and in the log,
+    /// and is the label `layer` in metrics.
     ///
     /// Use a short name of letters, digits, `-`, `_` and `.`. Other bytes are percent-encoded, and a name of more than
-    /// [`Key::MAX_LEN`] bytes is replaced by its digest, since names are part of stored keys. Two with one name on one backend
-    /// are the same.
+    /// [`Key::MAX_LEN`] bytes is replaced by its digest, since names are part of stored keys. Two `Idempotent` with the same name and the
+    /// same backend share their operations.
     pub fn new(store: impl IdempotencyStore + Send + Sync + 'static, name: impl AsRef<str>) -> Self {
         let name = Key::new(name.as_ref());
         Self {
@@ -147,8 +147,8 @@ impl Idempotent {
     /// How long a call waits for the same operation in flight. Defaults to zero: [`OperationError::InFlight`] at once. At most a
     /// day.
     ///
-    /// For messages that are redelivered while the first one is in work. A notification ends the wait; the call also polls once
-    /// a second and when the other lease ends. It executes an operation itself that was released meanwhile.
+    /// Set this if a broker may deliver a message again while the first delivery is being processed. The waiting call asks the store after
+    /// each notification, once a second, and when the other lease ends. If the operation was released, the call executes the operation.
     #[must_use]
     pub fn wait(mut self, wait: Duration) -> Self {
         self.wait = wait.min(Duration::from_secs(86_400));
@@ -179,9 +179,9 @@ impl Idempotent {
 
     /// What happens to an operation whose work fails with an error, or panics. Defaults to [`ResponsePolicy::SafeRetry`].
     ///
-    /// With [`SafeRetry`](ResponsePolicy::SafeRetry) and [`Success`](ResponsePolicy::Success) it is released, and the next call
-    /// executes it again. Effects before the failure are repeated then, also after a timeout. With [`All`](ResponsePolicy::All)
-    /// its outcome is unknown when its lease ends. So nothing is repeated, and each failure waits for an
+    /// With [`SafeRetry`](ResponsePolicy::SafeRetry) and [`Success`](ResponsePolicy::Success) it is released, and the next call executes it
+    /// again. Effects before the failure are repeated then, also if the error is the timeout of another service. With
+    /// [`All`](ResponsePolicy::All) its outcome is unknown when its lease ends. So nothing is repeated, and each failure waits for an
     /// [operator](super::IdempotencyAdmin), unless [`OnUnknown::Retry`] lets the next call execute it. An error that knows more
     /// can say so, for instance that of a lost lock: see [`Failed`]. A panic cannot.
     #[must_use]
@@ -211,11 +211,11 @@ impl Idempotent {
         self
     }
 
-    /// Checks that operations are unique widely enough, for instance that the backend is not the memory backend.
+    /// Checks that the reach of the backend is at least `needed`. For instance, [`Reach::Redis`] refuses the memory backend.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ReachTooSmall`] if they reach less far than `needed`.
+    /// [`ConfigError::ReachTooSmall`] if the reach of the backend is smaller than `needed`.
     pub fn require(self, needed: Reach) -> Result<Self, ConfigError> {
         self.coordinator.reach().require(needed)?;
         Ok(self)
@@ -328,7 +328,7 @@ impl Idempotent {
             Begun::Unknown { attempt, .. } => {
                 (Verdict::OutcomeUnknown, Err(OperationError::OutcomeUnknown { attempt }))
             }
-            // `Granted` is no rejection, and without a bound no scope is full.
+            // `Granted` and `ScopeFull` do not occur here: the caller handles `Granted`, and a claim without a bound finds no full scope.
             Begun::Mismatch | Begun::Granted { .. } | Begun::ScopeFull { .. } => {
                 (Verdict::Mismatch, Err(OperationError::Mismatch))
             }

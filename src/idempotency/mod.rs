@@ -38,8 +38,9 @@
 //! # Guarantees and limits
 //!
 //! * **One execution.** With one Redis primary, the handler of a key runs to its end at most once while its record is stored. The
-//!   number of processes and retries does not matter. If the client disconnects, the handler continues in a task of its own. The
-//!   exceptions are a response that [`ResponsePolicy`] does not store, [`OnUnknown::Retry`], and [`OnStoreError::Allow`](crate::OnStoreError::Allow).
+//!   number of processes and retries does not matter. If the client disconnects, the handler continues in a task of its own. The exceptions
+//!   are a response that [`ResponsePolicy`] does not store, [`OnUnknown::Retry`], [`OnStoreError::Allow`](crate::OnStoreError::Allow), and
+//!   an operation that an operator [forgets](IdempotencyAdmin::forget).
 //! * **Separate callers.** Callers never get each other's responses: a key is unique within its
 //!   [scope](crate::http::IdempotencyLayer::scope), and a layer without a scope does not compile.
 //! * **Separate routes.** The scope includes the method and the path. If a router in front of the layer removes a prefix from the
@@ -92,7 +93,7 @@
 //!
 //! [`Idempotent`] has those of them that fit work without HTTP. Its [`max_runtime`](Idempotent::max_runtime) has no limit by default.
 //!
-//! All of them:
+//! All settings of the layer:
 //!
 //! ```
 //! # #[cfg(feature = "http")] {
@@ -252,9 +253,10 @@
 //!
 //! ## Response headers
 //!
-//! Headers that belong to one hop, one moment or one request are not stored: `Connection` and the headers it names,
-//! `Content-Length`, `Date`, `Age`, `RateLimit` and related fields, `Server-Timing`, `traceparent`, `X-Request-Id`. `Set-Cookie`
-//! is stored only with [`keep_cookies`](crate::http::IdempotencyLayer::keep_cookies).
+//! Headers that belong to one hop, one moment or one request are not stored. These are `Connection` and the headers it names, `Keep-Alive`,
+//! `TE`, `Transfer-Encoding`, `Upgrade`, `Proxy-Authenticate`, `Proxy-Authorization`, `Proxy-Connection`, `Content-Length`, `Date`, `Age`,
+//! `RateLimit` and related fields, `Server-Timing`, `traceparent`, `tracestate`, `X-Request-Id`. `Set-Cookie` is stored only with
+//! [`keep_cookies`](crate::http::IdempotencyLayer::keep_cookies).
 //!
 //! # Limits for each caller
 //!
@@ -264,8 +266,8 @@
 //! * [`max_running_per_scope`](crate::http::IdempotencyLayer::max_running_per_scope): handlers in a process
 //! * [`max_records_per_scope`](crate::http::IdempotencyLayer::max_records_per_scope): records in the store
 //!
-//! The memory backend also limits the records and the bytes of responses of a caller to the room that is left for other callers:
-//! see [`MemoryBackend`](crate::MemoryBackend#memory).
+//! In the memory backend, one caller may use no more room than is left for all other callers, in records and in bytes of responses: see
+//! [`MemoryBackend`](crate::MemoryBackend#memory).
 //!
 //! These limits bound stored data, and are no rate limit. To bound how fast a caller uses new keys, put a
 //! [`RateLimitLayer`](crate::RateLimitLayer) outside of this layer, with the same caller as its key.
@@ -308,8 +310,8 @@
 //!
 //! ## Timeouts
 //!
-//! A timeout inside of this layer drops the handler while it runs. Its response (408, 503 or an error) is not stored, so the next
-//! request starts from the beginning and may repeat effects. To limit the handler itself, use
+//! A timeout inside of this layer drops the handler while it runs. By default, its response (408, 503 or an error) is not stored, so the
+//! next request starts from the beginning and may repeat effects. To limit the handler itself, use
 //! [`max_runtime`](crate::http::IdempotencyLayer::max_runtime), after which the outcome is unknown.
 //!
 //! If a handler calls another service and gets no reply in time, let it respond with `tollgate::responder::OutcomeUnknown` in the
@@ -330,8 +332,9 @@
 //!
 //! ## Tasks
 //!
-//! The task that polls the response future also polls the handler, as without this layer. If the future is dropped, the handler
-//! continues in a new task with its `tracing` span. Task-locals are not passed on, so a handler should not need any.
+//! The task that polls the response future also polls the handler, as without this layer. If the future is dropped, the handler continues
+//! in a new task with its `tracing` span. A response body that is not ready at once is always read in a new task. Task-locals are not
+//! passed on, so a handler should not need any.
 //!
 //! # Administration
 //!
@@ -373,7 +376,8 @@
 //! handler still runs to its end ([`OnDisconnect`]), for at most `max_runtime`. At the end of a program,
 //! `IdempotencyLayer::wait_idle` and the [shutdown of the backend](crate::backend#shutdown) wait for both.
 //!
-//! A panic of a handler reaches the caller as without this layer. It counts as a failure: see [`ResponsePolicy`].
+//! A panic of a handler reaches the caller as without this layer, and counts as a failure: see [`ResponsePolicy`]. If the response has
+//! begun, the panic breaks the response off, and the outcome is unknown.
 
 mod admin;
 mod checkpoint;

@@ -10,8 +10,8 @@ use crate::lock::PartialEffects;
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum OperationError {
-    /// The work failed with this error. [`Idempotent::response_policy`](super::Idempotent::response_policy) and [`Failed`](struct@Failed) set
-    /// what happens to the operation.
+    /// The work failed with this error. [`Idempotent::response_policy`](super::Idempotent::response_policy) and [`Failed`](struct@Failed)
+    /// set what happens to the operation.
     Failed(BoxError),
     /// Other work used the same operation name: the fingerprint differs.
     Mismatch,
@@ -51,7 +51,7 @@ pub enum OperationError {
     Cancelled,
     /// A setting is invalid. The store was not called.
     Config(ConfigError),
-    /// The store failed. The operation was not begun.
+    /// The store failed. The work was not started.
     Store(StoreError),
 }
 
@@ -179,7 +179,7 @@ impl Error for Said {
 /// The sources of an error, for the log, where the error itself is another field.
 pub(super) fn cause_of(error: &(dyn Error + 'static)) -> Option<String> {
     let sources = iter::successors(error.source(), |&error| error.source());
-    // The text of these repeats the error above them.
+    // The text of these adds nothing for a reader of the log.
     let sources = sources.filter(|cause| !(cause.is::<Said>() || cause.is::<ContentionHint>()));
     sources.map(ToString::to_string).reduce(|causes, cause| format!("{causes}: {cause}"))
 }

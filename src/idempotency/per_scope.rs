@@ -4,10 +4,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::key::Key;
 
-/// More than the number of threads that would lock parts at once.
+/// The number of parts. Threads that lock different parts do not wait for each other.
 const PARTS: usize = 16;
 
-/// Counts by scope, with a keyed hash of its name. A scope without any takes no memory.
+/// Counts by scope, under a keyed hash of the scope. A scope whose count is 0 takes no memory.
 #[derive(Default)]
 pub(super) struct PerScope {
     hasher: RandomState,
@@ -42,7 +42,7 @@ impl PerScope {
 
     /// No code panics while it holds the lock, so a poisoned part is intact.
     fn part(&self, hash: u64) -> MutexGuard<'_, HashMap<u64, usize>> {
-        // The lower half selects the entry within the part.
+        // The map of a part hashes this number again, so any of its bits can select the part.
         self.parts[(hash >> 32) as usize % PARTS].lock().unwrap_or_else(PoisonError::into_inner)
     }
 

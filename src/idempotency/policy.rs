@@ -1,15 +1,15 @@
 /// Which responses are stored and replayed, and what happens to an operation that failed. Defaults to
 /// [`SafeRetry`](Self::SafeRetry).
 ///
-/// A response that is not stored leaves no trace: the next request with the key is executed again. Never stored are responses by
-/// which an inner layer of this crate rejected the request, and responses with `tollgate::responder::NotExecuted` in their
-/// extensions. (An error of [`ErrorResponder`](crate::ErrorResponder) is a failure like any other, except for a lock that was
-/// lost during execution.) A response with `tollgate::responder::OutcomeUnknown` in its extensions is neither stored nor
-/// released: the outcome is unknown when the lease ends.
+/// If the policy does not store a response, the operation is released, and the next request with the key is executed again. Never stored
+/// are responses by which an inner layer of this crate rejected the request, and responses with `tollgate::responder::NotExecuted` in their
+/// extensions. (An error of [`ErrorResponder`](crate::ErrorResponder) is a failure like any other, except for a lock that was lost during
+/// execution.) A response with `tollgate::responder::OutcomeUnknown` in its extensions is neither stored nor released: the outcome is
+/// unknown when the lease ends.
 ///
-/// If a request breaks off while it is read, the handler's response is stored if it is a success and is complete. A next
-/// attempt, which may have received another body, must also have read as much as the one before. Otherwise it counts as a
-/// failure without a response.
+/// If the request body breaks off while the handler reads the body, only a response that is complete and a success is stored. In a further
+/// attempt, the handler must also have read as much of the body as the attempt before. Otherwise the response counts as a failure without a
+/// response.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ResponsePolicy {
@@ -43,12 +43,12 @@ pub enum OnUnknown {
     /// Reject it while the record is stored: 409 with HTTP. An operator has to determine the outcome.
     #[default]
     Reject,
-    /// Execute it again, as the next [attempt](super::IdempotencyHandle::attempt). A handler that loses its lease is cancelled
-    /// then.
+    /// Execute it again, as the next [attempt](super::IdempotencyHandle::attempt). With this setting, a handler that loses its lease is
+    /// cancelled.
     ///
-    /// The record holds the fingerprint of the earlier request from its first renewal on, a third of a lease after its start, or
-    /// from its first checkpoint. Before that, a request with another body cannot be told apart, and becomes the next attempt.
-    /// The fingerprint is kept for the retention, even if the next attempt is released.
+    /// The record holds the fingerprint of the request without its body from the start, and that of the body from the first renewal or
+    /// checkpoint. The first renewal is a third of a lease after the start. Before that, a request with another body cannot be told apart,
+    /// and becomes the next attempt. The fingerprint is kept for the retention, even if the next attempt is released.
     ///
     /// This may repeat effects of the earlier attempt. A handler with effects elsewhere should use
     /// [checkpoints](super::IdempotencyHandle::checkpoint), or pass on [keys of its own](super::IdempotencyHandle::derive).
@@ -62,7 +62,7 @@ pub enum OnDisconnect {
     /// Finish it, so that the client finds the response when it retries.
     #[default]
     Finish,
-    /// Drop it. The outcome is unknown when its lease ends. A client that has received as many bytes as announced has not
-    /// disconnected.
+    /// Drop it. The outcome is unknown when its lease ends. A client that goes away after it has received all announced bytes does not
+    /// count as disconnected.
     Cancel,
 }

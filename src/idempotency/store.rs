@@ -17,8 +17,8 @@ pub use crate::store::notifications::Notifications;
 use crate::store::shutdown::ShutdownTarget;
 pub use crate::store::token::Token;
 
-/// What idempotency needs from a backend: one record for each operation. Every change of a record is one atomic step, and needs
-/// the token that holds the operation.
+/// What idempotency needs from a backend: one record for each operation. Every change of a record is one atomic step. While an attempt
+/// holds an operation, only its token can renew, complete or release the operation.
 ///
 /// ```text
 ///            begin                  complete
@@ -55,8 +55,8 @@ pub trait IdempotencyStore {
         None
     }
 
-    /// Renews the lease of an attempt for its whole time. False if the token no longer holds the operation. An ended lease comes
-    /// back if no other attempt has taken over.
+    /// Renews the lease of an attempt: the lease then ends after its full length from now. False if the token no longer holds the
+    /// operation. An ended lease is renewed, too, if no other attempt has taken over.
     ///
     /// The body fingerprint replaces the stored one, unless the stored one covers more of the body: renewals and checkpoints may arrive
     /// out of order.
@@ -67,9 +67,9 @@ pub trait IdempotencyStore {
         body_fingerprint: &BodyFingerprint,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Stores the progress of an attempt, and renews its lease for its whole time. False if the token no longer holds the
-    /// operation. A checkpoint with a smaller [number](Checkpoint::number) than the stored one changes nothing. The body fingerprint is
-    /// handled as in [`renew`](Self::renew).
+    /// Stores the progress of an attempt, and renews its lease for its full length from now. False if the token no longer holds the
+    /// operation. A checkpoint with a smaller [number](Checkpoint::number) than the stored one changes nothing, and the reply is true. The
+    /// body fingerprint is handled as in [`renew`](Self::renew).
     ///
     /// The checkpoint stays until the operation is completed, also after a release. A released operation with a checkpoint can
     /// only be claimed by the same request, and is remembered for as long as without the release.
@@ -102,12 +102,13 @@ pub trait IdempotencyStore {
         None
     }
 
-    /// Releases an operation, so that the next request executes it. True if the token held it, or no token did. In both cases the
-    /// token can no longer claim the operation, even if its [`begin`](Self::begin) arrives later. This holds until another token
-    /// is released.
+    /// Releases an operation, so that the next request executes it. True if the token held it, or no token did. In both cases the token can
+    /// no longer claim the operation, even if its [`begin`](Self::begin) arrives later. This holds until another token claims or is
+    /// released, the operation is forgotten, or the record expires.
     ///
-    /// After that any request can claim the operation, unless it has a checkpoint or was taken over. Then only the same request
-    /// can, for as long as the operation would have been remembered without the release. Its claim returns the stored body fingerprint.
+    /// After a release, any request can claim the operation, unless the operation has a checkpoint or was taken over. Then only the same
+    /// request can, for as long as the operation would have been remembered without the release. Its claim returns the stored body
+    /// fingerprint.
     ///
     /// `claim` is the claim of the attempt. Only its token and its [bound](Claim::bound) matter.
     fn release(&self, operation: &Operation, claim: &Claim) -> impl Future<Output = Result<bool, StoreError>> + Send;
@@ -120,8 +121,9 @@ pub trait IdempotencyStore {
     /// The reach within which an operation is executed once.
     fn reach(&self) -> Reach;
 
-    /// Adds work to the shutdown of the backend, which closes it and waits for it: see [`backend`](crate::backend#shutdown). A store that
-    /// wraps another one has to pass the call on. Defaults to nothing, for a store without a shutdown.
+    /// Adds work to the shutdown of the backend. The shutdown closes the work and waits until the work is idle: see
+    /// [`backend`](crate::backend#shutdown). A store that wraps another one has to pass the call on. Defaults to nothing, for a store
+    /// without a shutdown.
     fn add_to_shutdown(&self, target: &ShutdownTarget) {
         let _ = target;
     }
@@ -211,7 +213,7 @@ impl Claim {
     pub const MAX_RETENTION: Duration = Duration::from_secs(365 * 86_400);
 }
 
-/// The first half of a keyed SHA-256. It distinguishes requests, and does not reveal them.
+/// The first half of a SHA-256. A layer keys the hash with its secret. Without a secret, a reader of the store can guess the request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Digest(pub [u8; 16]);
 
@@ -264,7 +266,7 @@ impl BodyFingerprint {
         Some(Self { len: u64::from_le_bytes(len), is_whole, digest })
     }
 
-    /// Of two payloads of the same body, the longer one.
+    /// Of two fingerprints of the same body, the one that covers more.
     pub(crate) fn or_more(self, other: Self) -> Self {
         if (self.len, self.is_whole) > (other.len, other.is_whole) { self } else { other }
     }
@@ -274,7 +276,7 @@ impl BodyFingerprint {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Completion {
-    /// The response, or the mark of a response that is too large. Stores do not interpret it.
+    /// The response, or the mark that replaces a response that is not stored. Stores do not interpret it.
     pub response: Arc<[u8]>,
     /// Whether it is the whole response.
     pub is_kept: bool,

@@ -1,8 +1,8 @@
 use std::iter;
 use std::sync::Arc;
 
-/// The prefix of stored responses of [`Idempotent`](super::Idempotent), so that neither they nor a layer read each other's
-/// responses.
+/// The first byte of stored responses of [`Idempotent`](super::Idempotent). So a layer does not read these responses, and `Idempotent` does
+/// not read those of a layer.
 const OF_OPERATIONS: u8 = b'o';
 
 /// Stands for a response that was not stored.
@@ -14,8 +14,8 @@ pub(super) const MARK: [u8; 5] = [0; 5];
 /// * [`Idempotent`](super::Idempotent): [`of_operation`](Self::of_operation), or [`not_stored`](Self::not_stored).
 /// * `IdempotencyLayer` (feature `http`): from an `http::Response`, which is replayed, or `with_trailers`. With gRPC
 ///   `of_message` (feature `grpc`), or from the response of a status.
-/// * A layer, without the response itself: from an `http::StatusCode`. A retry learns that it was completed and the response not
-///   stored.
+/// * A layer, without the response itself: from an `http::StatusCode`. A retry learns that the operation was completed and that its
+///   response was not stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredResponse {
     bytes: Arc<[u8]>,
@@ -34,7 +34,7 @@ impl StoredResponse {
         Self { bytes: MARK.as_slice().into(), is_kept: false }
     }
 
-    /// The stored form of a response, by its reader.
+    /// Takes the stored form of a response as `Recorder` writes it.
     #[cfg(feature = "http")]
     pub(crate) const fn of_record(bytes: Arc<[u8]>, is_kept: bool) -> Self {
         Self { bytes, is_kept }

@@ -40,8 +40,8 @@ impl<P: HasBodyFingerprint + 'static> OperationContext<P> {
     }
 }
 
-/// Begins the operation once the attempt in flight ends. If the store fails, returns the last reply, so that no request passes due to the
-/// failure.
+/// Begins the operation once the attempt in flight ends. If the store fails, keeps waiting, and returns the last reply at the end of the
+/// wait. So no request passes because of the failure.
 async fn wait<P: HasBodyFingerprint + 'static>(
     mut context: Arc<OperationContext<P>>,
     mut last: ClaimResult<P>,

@@ -33,7 +33,7 @@ use crate::store::circuit::Circuit;
 const POLL: Duration = Duration::from_secs(1);
 /// The shortest timeout of a subscription, even if the lease ends sooner.
 const MIN_SUBSCRIBE_TIMEOUT: Duration = Duration::from_millis(10);
-/// Head start of other processes that got the same notification.
+/// How long the next leader of this process waits, so that processes that the release has notified go first.
 const HEAD_START: Duration = Duration::from_millis(1);
 /// The pause after a failed call. Doubles with each further failure, up to `LONGEST_PAUSE`.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -122,7 +122,8 @@ async fn acquire_shard(
             let handoff = tokio::select! {
                 biased;
                 handoff = &mut handoff => handoff?,
-                // While waiting for this lock, the store is not called for the locks before it.
+                // While this caller waits for this lock, it does not call the store for the locks before it. So callers that do not wait
+                // for those get `Busy`.
                 () = ready(()) => {
                     has_waited = true;
                     publish(&acquisitions, Some(Failure::Busy(wait_end)));
@@ -230,7 +231,7 @@ async fn wait_in_queue(
             Entered::LeaderPermit(_) if shared.is_closed() => return Err(Closed.into()),
             Entered::LeaderPermit(permit) => return Ok(Handoff::LeaderPermit(permit)),
             Entered::Queue { mut waiter, is_free_soon, failures } => {
-                // Callers that do not wait still wait for a release in progress.
+                // A caller with a wait of zero still waits for a release in progress.
                 let until = if is_free_soon { answer_deadline } else { wait_end };
                 tokio::select! {
                     biased;
@@ -252,7 +253,7 @@ async fn wait_in_queue(
                 () = sleep_until(answer_deadline) => {}
             },
         }
-        // Replication takes time, which is no store error.
+        // A leader that requires replicas may get its answer later.
         answer_deadline = answer_deadline.max(after(wait_end, shared.queues.replication_timeout(&lock)));
         if Instant::now() >= answer_deadline {
             return Err(shared.queues.busy(&lock).into());
@@ -481,7 +482,8 @@ impl<'a> Retries<'a> {
     }
 }
 
-/// Of the answers that grant no lease, the one with the longest remaining time, with its index.
+/// Of the answers that grant no lease, an `OtherKind` if there is one, otherwise the one with the longest remaining time. Also returns its
+/// index.
 fn blocking_answer(answers: &[Acquired]) -> Option<(usize, Acquired)> {
     let refusals = answers.iter().copied().enumerate().filter(|(_, answer)| fence(answer).is_none());
     refusals.max_by_key(|(_, answer)| (matches!(answer, Acquired::OtherKind { .. }), remaining(answer)))

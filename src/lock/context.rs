@@ -18,8 +18,8 @@ tokio::task_local! {
 pub(crate) struct Held(Option<Arc<Frame>>);
 
 struct Frame {
-    // The address of their shared state tells different `Locks` apart; it lives as long as the lease. Two `Locks` on the same
-    // keys are not recognized as such, since a store does not name its keys.
+    // The address of their shared state tells different `Locks` apart; it lives as long as the lease. Two `Locks` on the same keys are not
+    // recognized as such, because their stores cannot be compared.
     shared: usize,
     lease: LeaseHandle,
     on_loss: OnLoss,
@@ -66,7 +66,7 @@ impl Held {
 }
 
 impl Held {
-    /// A handle of each lease held so far, for detached work.
+    /// A handle of each held lease that lasts at least until `until`, for detached work.
     pub(crate) fn shares(&self, until: ReleaseAt) -> Vec<Lease> {
         self.shares_of(|inside| until == ReleaseAt::HandlerDone || inside.release_at == until)
     }

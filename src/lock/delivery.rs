@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// How long a leader permit or a lease waits for an unpolled caller, or a third of the lease if that is shorter.
+/// How long a lease waits for an unpolled caller, or a third of the TTL if that is shorter. A task takes over a pending call after a fifth
+/// of that.
 const GRACE: Duration = Duration::from_millis(250);
 
 /// Delivers the outcome of a call. The caller polls the call, or a task if the caller stops polling. A granted lease waits for the caller
@@ -21,7 +22,7 @@ pub(super) struct Delivery<O> {
 enum State<O> {
     /// The caller polls the call.
     Attached { since: Instant },
-    /// A task polls the call. `since`: when the caller last polled it, unless the task has found it pending.
+    /// A task polls the call. `since`: when the caller began to poll it, unless the task has found it pending.
     Detached { since: Option<Instant> },
     /// The outcome waits for the caller. `until` is `None` if it is no lease.
     Ready { outcome: O, completed: Instant, until: Option<Instant> },
@@ -70,7 +71,8 @@ impl<O> Delivery<O> {
                 self.state = state;
                 Polled::Pending
             }
-            // The store may answer after the wait. Before that, the wait bounds how late a lease is picked up.
+            // A lease that was granted before the end of the wait must also be picked up before it. A lease that was granted later may
+            // still be picked up.
             State::Ready { outcome, completed, until: Some(_) }
                 if completed < self.wait_end && self.wait_end <= now =>
             {
@@ -86,7 +88,7 @@ impl<O> Delivery<O> {
         }
     }
 
-    /// When the caller loses its leader permit or lease, unless it is polled.
+    /// When a task takes over the pending call, or when an unpolled caller loses its lease.
     pub(super) fn due(&self) -> Option<Instant> {
         match &self.state {
             State::Attached { since } => Some(*since + self.grace / 5),
@@ -114,7 +116,8 @@ impl<O> Delivery<O> {
 
     /// The call is complete. `granted`: since when the caller has the lease, if the outcome is one.
     pub(super) fn complete(&mut self, outcome: O, granted: Option<Instant>, now: Instant) {
-        // If the call was complete at the first poll of the task, it may have been complete since the last poll of the caller.
+        // If the call was complete at the first poll of the task, it may have been complete for longer. So count from when the caller began
+        // to poll it.
         let since = match self.state {
             State::Detached { since: Some(since) } => since,
             _ => now,

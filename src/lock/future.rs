@@ -40,7 +40,7 @@ pin_project! {
     enum State<S, Req, F> {
         // Acquiring the lock. The service that reported ready waits with the request.
         Acquiring { lease: BoxLease, permit: Option<RunningPermit>, call: Option<(S, Req)> },
-        // The inner service runs, with the lock unless the request needs none.
+        // The inner service runs, with the lock unless the request passes without it.
         Calling { #[pin] future: F, stay: Option<LeaseGuard>, held: Option<Held> },
         // The request is rejected without a store call.
         Rejected { rejection: Option<Rejection> },
@@ -115,7 +115,7 @@ where
                 }
                 StateProj::Complete => panic!("ResponseFuture polled after completion"),
             };
-            // Leave the state first, so that a rejected request returns its permit of the inner service at once.
+            // The call is no longer in the state, so a rejected request returns its permit of the inner service at once.
             let (mut ready, mut request) = call.expect("the call is kept until the lock is granted");
             match outcome {
                 Ok(lease) => {
@@ -183,7 +183,7 @@ impl<F: Future<Output = T>, T> Future for DetachedFuture<F, T> {
             DetachedProj::Attached { future } => future.poll(cx),
             DetachedProj::Detached { task } => match ready!(Pin::new(task).poll(cx)) {
                 Ok(Some(outcome)) => Poll::Ready(outcome),
-                // The poll that notices the loss also returns the response.
+                // The future that runs under the lost lock notices the loss, and drops this one.
                 Ok(None) => Poll::Pending,
                 Err(error) => match error.try_into_panic() {
                     Ok(panic) => resume_unwind(panic),

@@ -275,7 +275,7 @@ impl Grant {
         }
     }
 
-    /// Records that the store refused the renewal.
+    /// Records that the store no longer has the lease of this token.
     pub(super) fn record_taken(&self) {
         self.state().lost.get_or_insert(LossReason::Taken);
         self.changed.notify_waiters();

@@ -9,7 +9,7 @@ pub enum LockKind {
     Exclusive,
     /// By readers together or one writer: [`RwLocks`](super::RwLocks).
     ReadWrite,
-    /// By a number of holders, whatever the number of permits: [`Semaphore`](super::Semaphore).
+    /// By several holders: [`Semaphore`](super::Semaphore). Semaphores with different numbers of permits are of one kind.
     Semaphore,
 }
 

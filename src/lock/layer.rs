@@ -225,25 +225,27 @@ impl<K, A, D> LockLayer<K, A, D> {
     /// Lets a running handler finish in a task of its own, with its lock, when its client disconnects. By default, the handler
     /// is dropped and the lock released.
     ///
-    /// Use it for handlers that must not be interrupted, for instance payments. A request that still waits for its lock ends
-    /// with its client. A [lost](OnLoss::Cancel) lease still cancels the handler, and [`max_hold`](Self::max_hold) bounds its
-    /// time. Its response is dropped, and its response body is never polled. Requests that need no lock are not detached.
+    /// Use it for handlers that must not be interrupted, for instance payments. A request that still waits for its lock ends with its
+    /// client. A [lost](OnLoss::Cancel) lease still cancels the handler, and [`max_hold`](Self::max_hold) bounds its time. Without a
+    /// client, the response of the handler is dropped, and the response body is never polled. Requests that need no lock are not detached.
     /// Requests that pass because the [store fails](OnStoreError::Allow) are, without a bound on their time.
     ///
     /// [`max_running`](LockLayer::max_running) bounds the number of running requests, and [`shutdown`](Self::shutdown) waits for
     /// them.
     ///
-    /// Within an outer lock, of a layer or of [`Locks::run`], a detached handler with its own lock also keeps the outer lock until
-    /// its end. As usual, it is cancelled with the outer lock. A handler without its own lock keeps no outer one.
+    /// Within an outer lock, of a layer or of [`Locks::run`], a detached handler with its own lock also keeps the outer lock until its end.
+    /// If the outer lock is lost, the handler is cancelled, unless the outer layer has [`OnLoss::Notify`]. A handler without its own lock
+    /// keeps no outer one.
     pub fn detached(self) -> LockLayer<K, A, Detached> {
         let Self { mut settings, key, answer, handlers: _ } = self;
         settings.permits.get_or_insert_with(|| RunningPermits::new(MAX_RUNNING));
         LockLayer { settings, key, answer, handlers: PhantomData }
     }
 
-    /// Admits no more requests, and waits until every lock of this layer and its clones is released, also by detached handlers.
-    /// New requests are rejected as for a store error. See [`Locks::shutdown`], which does this for [shared
-    /// locks](LockLayer::with_locks). The [shutdown of the backend](crate::backend#shutdown) closes all layers, and has a deadline.
+    /// Admits no more requests, and waits until every lock of this layer and its clones is released, also by detached handlers. New
+    /// requests are rejected as for a store error. This also closes the locks that the layer shares through
+    /// [`with_locks`](LockLayer::with_locks): see [`Locks::shutdown`]. The [shutdown of the backend](crate::backend#shutdown) closes all
+    /// layers, and has a deadline.
     pub async fn shutdown(&self) {
         self.settings.locks.shutdown().await;
     }

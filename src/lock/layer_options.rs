@@ -17,14 +17,14 @@ pub enum OnLoss {
 /// When the lock of a request is released. Defaults to [`BodyEnd`](Self::BodyEnd).
 ///
 /// An upgraded connection, such as a WebSocket, outlives its response: a 101 has no body. The task that serves it keeps the lock
-/// with a handle of its own, [`LeaseHandle::reenter`](super::LeaseHandle::reenter): see [`LockLayer::with_semaphore`](super::LockLayer::with_semaphore) for an
-/// example.
+/// with a handle of its own, [`LeaseHandle::reenter`](super::LeaseHandle::reenter): see
+/// [`LockLayer::with_semaphore`](super::LockLayer::with_semaphore) for an example.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ReleaseAt {
     /// When the response body has ended, failed or been dropped. A slow client holds the lock meanwhile, up to
-    /// [`max_hold`](super::LockLayer::max_hold). Without such a body the lock is released earlier, as with
-    /// [`ErrorResponder`](crate::responder::ErrorResponder). A responder of your own keeps it only by
+    /// [`max_hold`](super::LockLayer::max_hold). [`ErrorResponder`](crate::responder::ErrorResponder) knows no body, so the lock is
+    /// released when the handler has returned. A responder of your own keeps it only by
     /// [`BindLease`](super::BindLease::bind).
     #[default]
     BodyEnd,

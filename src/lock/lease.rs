@@ -75,7 +75,7 @@ impl Lease {
         self.inner.grant.lock()
     }
 
-    /// The number of this grant: larger than that of every earlier grant of this lock by one backend value and its clones.
+    /// The number of this grant: larger than that of every earlier grant of this lock by the same backend value and its clones.
     ///
     /// Send it with each change to the protected data, and let the receiver refuse a number smaller than the largest so far:
     /// `UPDATE .. SET fence = $1 .. WHERE fence <= $1`. If no row changed, the holder is too late and must stop. A fence is
@@ -189,7 +189,7 @@ impl Lease {
         let now = Instant::now();
         let is_lost = inner.grant.valid_until(now).is_err();
         let outcome = if is_lost { ReleaseOutcome::Lost } else { ReleaseOutcome::Released };
-        // Without a task the lease was handed off to a local waiter, or nothing is left of it.
+        // Without a task, the lease was handed off to a local waiter.
         let Some(mut task) = inner.release_or_hand_off(now) else { return Ok(outcome) };
         let (shared, ttl) = (Arc::clone(&inner.shared), inner.grant.ttl());
         drop(inner);
@@ -253,7 +253,7 @@ impl Drop for LeaseInner {
         if let Some(task) = self.release_or_hand_off(Instant::now()) {
             task.in_background();
         }
-        // For the release task, or the next holder.
+        // So that another worker can run the release task, or the next holder.
         free_lifo_slot();
     }
 }

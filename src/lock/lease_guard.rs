@@ -9,7 +9,7 @@ use super::error::Lost;
 use super::layer_options::OnLoss;
 use super::lease::Lease;
 
-/// The time in which a request has its lock. Ends when it is dropped.
+/// Keeps the lock of a request until it is dropped.
 pub struct LeaseGuard {
     // Dropped before the lease: the loss is meaningless after the release.
     loss: Option<Pin<Box<dyn Future<Output = Lost> + Send>>>,

@@ -1,11 +1,12 @@
-//! The wait queue of this process for one key. A pure state machine, without clock, store or task.
+//! The local wait queue of one `Locks` and its clones for one key. A pure state machine, without clock, store or task.
 
 use std::collections::VecDeque;
 
 /// The position of a waiter. Smaller numbers come first.
 pub(super) type Position = u64;
 
-/// The callers of this process that want one key. One of them is the leader, which calls the store or holds the lease. The others wait in order.
+/// The callers of this process that want one key. One of them is the leader, which calls the store or holds the lease. The others wait in
+/// order.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct LocalQueue<L, W> {
     front: Front<L>,

@@ -1,5 +1,5 @@
-//! The local wait queues of this process, one for each key. [`LocalQueue`] decides who is next. This module then hands the lease, or the
-//! right to call the store, to that caller.
+//! The local wait queues of one `Locks` and its clones, one for each key. [`LocalQueue`] decides who is next. This module then hands the
+//! lease, or the right to call the store, to that caller.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -25,7 +25,7 @@ use crate::error::StoreError;
 /// Enough shards that threads rarely wait for the same one.
 const SHARDS: usize = 16;
 
-/// The locks that callers in this process hold or want. Other locks have no entry.
+/// The locks that callers of one `Locks` and its clones hold or want. Other locks have no entry.
 pub(super) struct LocalQueues {
     shards: [Mutex<Shard>; SHARDS],
     // The number of queues, of locks with fair callers, and of permits of unqueued callers. A caller increments it and then checks whether
@@ -62,7 +62,7 @@ struct KeyQueue {
 pub(super) enum Failure {
     /// Others hold the lease until this instant, or longer if they renew it.
     Busy(Instant),
-    /// Only this many replicas have the lease. The leader retries until then.
+    /// Only this many replicas have the lease. `until` is the end of the leader's wait, or of the TTL if that is earlier.
     NotReplicated { replicas: u32, until: Instant },
     /// The store failed.
     Failed(StoreError),

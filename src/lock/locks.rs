@@ -103,8 +103,8 @@ impl Locks {
         self
     }
 
-    /// How long [`lock`](Self::lock) waits for a held lock, and for the store's last reply after that. Defaults to 10 s; with
-    /// zero it waits only for that reply.
+    /// How long [`lock`](Self::lock) waits for a held lock. Defaults to 10 s. After that, the call still waits for the last reply of the
+    /// store. With zero, the call waits only for that reply, and for a release by this process.
     ///
     /// You must pick up a granted lease before the wait is over: a caller that is polled only later gets [`LockError::Busy`].
     #[must_use]
@@ -113,8 +113,9 @@ impl Locks {
         self
     }
 
-    /// How long a lease is renewed at most; then it is [lost](super::LossReason::MaxHold). The holder has a hundredth of its
-    /// [ttl](Self::ttl) left, plus 2 ms, to release it before it is released for it. Defaults to no limit: a hanging holder
+    /// How long a lease is renewed at most; then it is [lost](super::LossReason::MaxHold). The holder then has a hundredth of its
+    /// [ttl](Self::ttl), plus 2 ms, to release the lease. After that, a background task releases the lease. Defaults to no limit: a hanging
+    /// holder
     /// keeps the lock for as long as its process lives. Zero is a [`LockError::Config`] when a lock is requested.
     #[must_use]
     pub fn max_hold(mut self, max_hold: Duration) -> Self {
@@ -182,7 +183,8 @@ impl Locks {
         self
     }
 
-    /// How many callers may wait for locks in this process, over all keys and clones, including current callers of the store. Defaults to 100,000. One more is a [`LockError::QueueFull`].
+    /// How many callers may wait for locks in this process, over all keys and clones, including current callers of the store. Defaults to
+    /// 100,000. One more is a [`LockError::QueueFull`].
     #[must_use]
     pub fn max_waiters_in_total(mut self, waiters: usize) -> Self {
         self.options.max_total_waiters = waiters;
@@ -199,8 +201,9 @@ impl Locks {
         self
     }
 
-    /// The holder's name for [`LockAdmin`](super::LockAdmin): the service, the process, the machine. Defaults to no name. At
-    /// most 128 bytes; longer names are cut. Costs one more command in the background for each lease that the store grants.
+    /// The holder's name for [`LockAdmin`](super::LockAdmin): the service, the process, the machine. Defaults to no name. At most 128
+    /// bytes; longer names are cut. Costs one more command in the background for each lease that the store grants. A renewal repeats the
+    /// command if the last one is five minutes old.
     ///
     /// Applies to all clones: the last setting counts for leases that are granted later.
     #[must_use]
@@ -222,12 +225,12 @@ impl Locks {
 
     /// Where a lease must be stored before it counts, at its grant and at each renewal. Defaults to [`Replication::Primary`].
     ///
-    /// With `Require(n)` a lease counts once `n` replicas have it (`WAIT`). They have half of the [deadline](Self::deadline) for
-    /// that, or of the response timeout of the connections if that is shorter. Redis reports the end of the wait up to 100 ms
-    /// late, so the call may take as much longer. Concurrent calls share the wait. If all connections wait for that long, no
-    /// call is made and no replica has the lease. If the server does not reply on any of them, that is a store error.
+    /// With `Require(n)` a lease counts once `n` replicas have it (`WAIT`). They have half of the [deadline](Self::deadline) for that, or
+    /// of the response timeout of the connections if that is shorter. Redis reports the end of the wait up to 100 ms late, so the call may
+    /// take as much longer. Concurrent calls share the wait. If other calls block all connections for that long, the call is not sent, and
+    /// counts as stored by no replica. If the server does not reply on any of them, that is a store error.
     ///
-    /// With too few replicas, the acquisition is retried while the caller waits, and is a [`LockError::NotReplicated`] then;
+    /// With too few replicas, the acquisition is retried until the wait is over. It then fails with [`LockError::NotReplicated`], and
     /// grants are released. A renewal that too few replicas have in time makes the lease
     /// [suspended](super::LeaseState::Suspended). It is lost at its old deadline unless a later renewal succeeds. A promoted
     /// replica does not end a lease before its holder does, unless its clock is ahead of the primary's; then the lease ends

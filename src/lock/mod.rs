@@ -78,7 +78,7 @@
 //!   process, for any clock.
 //! * One gap remains: the store has forgotten the last fence of a key, *and* its clock is behind the time of that grant. Then a
 //!   process without a fence as large, for instance a new one, may get a smaller fence than another process before.
-//! * A reply of 2^53 - 2^40 or more is not remembered, so one wrong reply cannot use up the numbers below 2^53.
+//! * A fence above 2^53 - 2^40 is not remembered, so one wrong reply cannot use up the numbers below 2^53.
 //!
 //! # One kind for a key
 //!
@@ -186,7 +186,7 @@
 //! | no key | 400 | `about:blank` | `INVALID_ARGUMENT` |
 //! | a [setting](LockLayer::new) that cannot work, or a key that is held as [another kind](#one-kind-for-a-key) | 500 | `about:blank` | `INTERNAL` |
 //!
-//! The `type` of a problem document is `urn:tollgate:lock:` and the name.
+//! The `type` of a problem document is `about:blank`, or `urn:tollgate:lock:` and the name.
 //!
 //! A request also stops waiting when an outer timeout or a disconnected client ends it. Servers such as tonic's apply the
 //! `grpc-timeout` of a call outside of all layers; this layer does not read it.
@@ -196,8 +196,8 @@
 //!
 //! When a client disconnects, its handler is dropped and the lock released. [`LockLayer::detached`] lets the handler finish
 //! instead, for up to 10,000 running requests by default ([`max_running`](LockLayer::max_running)). A handler that an inner
-//! [idempotency layer](crate::idempotency#together-with-other-layers) lets finish keeps the lock until its end. While the store
-//! keeps failing, it is called only now and then: see [`CircuitBreaker`].
+//! [idempotency layer](crate::idempotency#together-with-other-layers) lets finish keeps the lock until its end. While the store keeps
+//! failing, the layer calls the store only now and then: see [`CircuitBreaker`].
 //!
 //! Put a rate limit outside of this layer, and a timeout for the handler inside. Services behind the handler can refuse late
 //! holders: see [`fencing`].
@@ -215,11 +215,11 @@
 //! to the back of the queue. A release notifies only the next waiter. This costs one or two more commands for each grant after
 //! waiting, and there is no handoff within a process. A queue holds up to 10,000 waiters.
 //!
-//! A waiter that is no longer polled delays no other waiter. A store call of more than 50 ms continues in a task of the locks. A
-//! lease that its caller does not pick up within 250 ms, or a third of the [ttl](Locks::ttl) if that is shorter, goes to the
-//! next waiter. The caller keeps its position in its process, and its own [`wait`](Locks::wait). When it is polled again it
-//! continues to wait, or gets [`LockError::Busy`] if its wait is over. With fair locks and read/write locks it enters the queue
-//! of the store again, at the end: a kept position would delay all processes.
+//! A waiter that is no longer polled delays no other waiter. An acquisition or release of more than 50 ms continues in a task of the locks.
+//! A lease that its caller does not pick up within 250 ms, or a third of the [ttl](Locks::ttl) if that is shorter, goes to the next waiter.
+//! The caller keeps its position in its process, and its own [`wait`](Locks::wait). When it is polled again it continues to wait, or gets
+//! [`LockError::Busy`] if its wait is over. With fair locks and read/write locks it enters the queue of the store again, at the end: a kept
+//! position would delay all processes.
 //!
 //! With [`Locks::request_release`] waiters ask the holder to release the lock. [`Lease::release_requested`] tells the holder, which decides.
 //!
@@ -230,8 +230,8 @@
 //! connection of their own. A failed renewal makes the lease [suspended](LeaseState::Suspended), and is retried for the rest of
 //! the lease.
 //!
-//! One task renews all leases of a [`Locks`] and its clones. It runs in the runtime of the first acquisition, which must keep
-//! running. When that runtime ends, the task moves to the runtime of another acquisition.
+//! One task renews all leases of a [`Locks`] and its clones. It runs in the runtime of the first acquisition. When that runtime ends, the
+//! task moves to a runtime in which a held lease was acquired.
 //!
 //! # Operations
 //!

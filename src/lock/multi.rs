@@ -34,10 +34,10 @@ impl Locks {
     /// never deadlock. If one lock is not granted in time, the earlier ones are released. If an earlier one is lost meanwhile,
     /// for instance by its [`max_hold`](Self::max_hold), all are released, and the error is [`LockError::Busy`].
     ///
-    /// While waiting for keys of one step, nothing is held. So other processes that keep acquiring single keys can delay it
-    /// until its wait is over; with [fair](Self::fair) locks they cannot.
+    /// While the call waits for keys of one step, it holds none of the keys of this step. So other processes that keep acquiring single
+    /// keys can delay it until its wait is over; with [fair](Self::fair) locks they cannot.
     ///
-    /// A waiter for one of the keys blocks other callers of this process from all of them. A repeated key counts once.
+    /// While the call waits for one key, other callers of this process may have to wait for the others as well. A repeated key counts once.
     ///
     /// ```
     /// use tollgate::{Locks, MemoryBackend};

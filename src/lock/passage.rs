@@ -1,9 +1,9 @@
-//! How the current call passes the lock directly around it.
+//! How the current call passes the innermost lock layer around it.
 
 use super::running::RunningPermit;
 
 tokio::task_local! {
-    // A lock further out does not change it.
+    // Each lock layer sets its own, so the innermost layer counts.
     static PASSAGE: Passage;
 }
 
@@ -24,7 +24,7 @@ impl Passage {
         PASSAGE.sync_scope(self, call)
     }
 
-    /// The pass of the current call.
+    /// The passage of the current call.
     pub(super) fn current() -> Self {
         PASSAGE.try_with(Self::clone).unwrap_or(Self::Free)
     }

@@ -36,11 +36,11 @@ use crate::store::shutdown::ShutdownTarget;
 /// # }
 /// ```
 ///
-/// This is the algorithm that Redis calls Redlock. The client calls all stores at the same time. A lease is granted if a
-/// majority grants it with time left. As for any lease, the time counts from before the first call, less 1 % and 2 ms for clocks
-/// of different speed. Otherwise the client releases it everywhere. A renewal succeeds if a majority has it. It is retried for the
-/// rest of the lease if the failed stores could decide it. Once a majority has decided, the other stores get as long again, or
-/// 10 ms, to reply.
+/// This is the algorithm that Redis calls Redlock. The client calls all stores at the same time. A lease is granted if a majority grants it
+/// with time left. As for any lease, the time counts from before the first call, less 1 % and 2 ms for clocks of different speed. Without
+/// such a majority, the client releases the lease on all stores. A renewal succeeds if a majority has it. It is retried for the rest of the
+/// lease if the failed stores could decide it. Once a majority has decided, the other stores get the same time again to reply, at least 10
+/// ms.
 ///
 /// # Guarantees and limits
 ///
@@ -57,9 +57,9 @@ use crate::store::shutdown::ShutdownTarget;
 ///   each. There is no fair queue: [fair locks](super::Locks::fair), [`RwLocks`](super::RwLocks) and a
 ///   [`Semaphore`](super::Semaphore) with more than one permit are refused ([`ConfigError::NotByQuorum`]).
 /// * A slow store receives the release in the background, for up to 5 s and while a clone of this value exists. Without a reply
-///   in that time, its grant expires there, and so does a late grant of a stalled store. The other stores do not need it.
-/// * A lease stays with the stores that granted it. If two of three granted it, because the third was down or its grant still
-///   held, the lease is lost when either of them goes down.
+///   in that time, its grant expires there, and so does a late grant of a stalled store. The next lease needs only a majority of the stores.
+/// * A lease stays with the stores that granted it. If only two of three granted it, the lease is lost when one of the two goes down. The
+///   third may have been down, or may have had an older grant.
 ///
 /// As a store, it must be called with a new token after each refusal: stores that granted the refused claim release it, possibly
 /// late. A repeated token may get another fence, because other stores may reply in time.
@@ -195,7 +195,7 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
         let answers = self
             .call_all(call, |answers| {
                 let failed = answers.iter().flatten().filter(|answer| answer.is_err()).count();
-                // A failure says nothing about the holder: wait for all other stores.
+                // A failure says nothing about the holder, so it does not count towards the majority of replies.
                 answers.iter().flatten().count() - failed >= quorum || failed > all - quorum
             })
             .await;
@@ -266,7 +266,7 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
         }
         let busy = |i: usize| {
             if held.len() < quorum {
-                // Each store granted it to another caller. All callers must retry, at different times.
+                // The stores granted it to different callers, and none has a majority. All callers must retry, at different times.
                 let share = getrandom::u32().unwrap_or_default();
                 return Duration::from_micros(u64::from(share % SOON_US));
             }
@@ -353,7 +353,7 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
         Ok((0..renewals.len()).map(|i| count(&answers, i, true) >= quorum).collect())
     }
 
-    /// Capabilities that no store supports by quorum.
+    /// The largest shard number of the stores: a cluster returns the slot, a single server returns 0.
     fn shard(&self, lock: &LockKey) -> u32 {
         self.stores.iter().map(|store| store.shard(lock)).max().unwrap_or_default()
     }

@@ -94,7 +94,7 @@ pub trait BindLease<Req, Res> {
         let _ = request;
     }
 
-    /// Keeps the lock with `response` until its end. By default, the response ends at once.
+    /// Keeps the lock with `response` until its end. By default, releases the lock at once.
     fn bind(&self, stay: LeaseGuard, response: &mut Res) {
         let _ = response;
         drop(stay);

@@ -78,7 +78,7 @@ impl ReleaseTask {
         task
     }
 
-    /// Releases a lost lease, which may still exist in the store.
+    /// Releases a lease without making the next caller the leader, for instance a lost lease, which may still exist in the store.
     pub(super) fn after_loss(shared: &Arc<LocksState>, grant: &Arc<Grant>, now: Instant) -> Self {
         let in_flight_until = grant.in_flight_until(now);
         let is_lost = grant.valid_until(now) == Err(LossReason::Taken);
@@ -135,8 +135,8 @@ impl ReleaseTask {
         })
     }
 
-    /// Calls the store, and once more over another connection if the first one broke. After any reply the next caller may acquire the
-    /// lock. Returns `release` for a lease that was still held.
+    /// Calls the store, and once more over another connection if the first one broke. After the first call, even a failed one, the next
+    /// caller may acquire the lock. Returns `release` for a lease that was still held.
     pub(super) async fn run(&mut self, release: ReleaseOutcome) -> Result<ReleaseOutcome, StoreError> {
         let released = match self.attempt().await {
             // Whether the first call has released it is unknown.

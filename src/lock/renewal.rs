@@ -1,4 +1,4 @@
-//! Renews leases: one task for all leases of a process, a batch of renewals at a time.
+//! Renews leases: one task for all leases of a `Locks` and its clones, a batch of renewals at a time.
 
 use std::sync::{Arc, MutexGuard, Weak};
 use std::time::Duration;
@@ -65,7 +65,7 @@ impl LocksState {
         self.renewals.state().watchdogs.remove(key);
     }
 
-    /// Starts the task after unlocking the state: in an ended runtime the task ends immediately, and locks it too.
+    /// Starts the task after unlocking the state: in an ended runtime the task is dropped immediately, and its drop locks the state.
     fn start_task(self: &Arc<Self>, mut state: MutexGuard<'_, State>, runtime: Handle) {
         state.has_task = true;
         state.sleeps_until = None;

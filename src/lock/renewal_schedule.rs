@@ -1,4 +1,4 @@
-//! The leases of this process, and when each of them is due for renewal.
+//! The leases of one `Locks` and its clones, and when each of them is due for renewal.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -13,7 +13,7 @@ use super::local_queue::Position;
 use super::lock_key::KnownHash;
 use super::store::Token;
 
-/// The leases of this process, and when each is due.
+/// The leases of one `Locks` and its clones, and when each is due.
 pub(super) struct RenewalScheduler {
     state: Mutex<State>,
     pub(super) wake: Arc<Notify>,
@@ -36,11 +36,11 @@ pub(super) struct ScheduledLease {
     pub(super) grant: Arc<Grant>,
     // `None` while it is being renewed.
     pub(super) due: Option<Instant>,
-    // The runtime of the grant, unless the task runs there or could not be started there.
+    // The runtime of the acquisition. `None` after `restart_task` has tried to start the task there.
     pub(super) runtime: Option<Handle>,
 }
 
-/// Takes the leader permit or the lease from a caller that is not polled in time, because other callers wait for it.
+/// Moves a pending call to a task, or takes a lease from a caller that is not polled in time, because other callers wait for the lock.
 pub(super) trait Watchdog: Send + Sync {
     fn expire(self: Arc<Self>, now: Instant);
 }
@@ -101,7 +101,7 @@ impl RenewalScheduler {
 
 impl Drop for RenewalScheduler {
     fn drop(&mut self) {
-        // The task sees then that no lease is left.
+        // The task then ends, because its locks are gone.
         self.wake.notify_one();
     }
 }

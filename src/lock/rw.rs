@@ -75,8 +75,7 @@ impl RwLocks {
         self.with(|locks| locks.max_hold(max_hold))
     }
 
-    /// Asks all holders to release their leases, while a caller waits that they exclude: see [`Locks::request_release`]. Off by
-    /// default.
+    /// Asks all holders to release their leases while a caller waits: see [`Locks::request_release`]. Off by default.
     #[must_use]
     pub fn request_release(self) -> Self {
         self.with(Locks::request_release)

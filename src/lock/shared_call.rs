@@ -34,8 +34,8 @@ pub(super) trait RepeatableAcquisition: Unpin + Send + 'static {
     fn count(&self, outcome: &Result<Self::Grant, LockError>, start: Instant);
 }
 
-/// Waits for the outcome of an acquisition. If this future is not polled in time, a task continues the call. The leader permit, and a lease
-/// not picked up, go to others.
+/// Waits for the outcome of an acquisition. A call of more than 50 ms continues in a task, so that an unpolled caller delays no other. A
+/// lease that the caller does not pick up goes to the next waiter.
 pub(super) struct Acquire<R: RepeatableAcquisition> {
     request: R,
     start: Option<Instant>,
@@ -101,7 +101,7 @@ impl<R: RepeatableAcquisition> Drop for Acquire<R> {
     }
 }
 
-/// Waits for a call whose outcome is no lease. If this future is not polled, the call continues in a task.
+/// Waits for a call whose outcome is no lease. A call of more than 50 ms continues in a task, whether or not this future is polled.
 pub(super) struct DetachableCall<O: Send + 'static> {
     shared: Arc<LocksState>,
     ttl: Duration,

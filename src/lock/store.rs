@@ -33,8 +33,8 @@ pub trait LockStore {
     /// If the token holds the lease already, this renews it and returns the same answer, except for the fence of a quorum.
     fn acquire(&self, lock: &LockKey, claim: &Claim) -> impl Future<Output = Result<Acquired, StoreError>> + Send;
 
-    /// Acquires the leases of several locks, each like [`acquire`](Self::acquire), or none. Either all answers are
-    /// [`Acquired::Granted`], or each says how long the lock is held by others, zero if it is free. Accepts up to
+    /// Acquires the leases of several locks, each like [`acquire`](Self::acquire), or none. Either all answers are [`Acquired::Granted`],
+    /// or none is. [`Acquired::Busy`] then says how long others hold the lock, zero if it is free. Accepts up to
     /// [`Claim::MAX_BATCH`] locks with the same [`shard`](Self::shard), for one holder each, with equal times, and without a
     /// queue.
     fn acquire_all(
@@ -42,8 +42,8 @@ pub trait LockStore {
         claims: &[(LockKey, Claim)],
     ) -> impl Future<Output = Result<Vec<Acquired>, StoreError>> + Send;
 
-    /// Renews leases for their whole time, each if its token still holds it. Returns whether, in order. An ended lease does not
-    /// come back.
+    /// Renews leases for their whole time, each if its token still holds it. Returns for each lease, in order, whether it was renewed. An
+    /// ended lease does not come back.
     fn renew(&self, renewals: &[Renewal]) -> impl Future<Output = Result<Vec<bool>, StoreError>> + Send;
 
     /// Locks with the same number are acquired and renewed together. Others get calls of their own, so that a failure does not
@@ -118,12 +118,12 @@ pub struct Claim {
     /// Maximum number of holders, this one included, up to [`Claim::MAX_PERMITS`]: of a semaphore, or of readers. 1 for all
     /// others.
     pub permits: u32,
-    /// Whether the lease is shared, as by the readers of [`LockKind::ReadWrite`]. Shared and exclusive leases are never held
-    /// together. Shared claims always respect the queue.
+    /// Whether the lease is shared, as by the readers of [`LockKind::ReadWrite`]. Shared and exclusive leases are never held together. All
+    /// claims of [`LockKind::ReadWrite`] respect the queue.
     pub is_shared: bool,
     /// Granted fences are larger than this number. Defaults to 0; values above [`Claim::MAX_FLOOR`] are cut to it.
     pub floor: u64,
-    /// The place of this claim in the queue.
+    /// Whether this claim respects the queue, and whether it enters the queue.
     pub queueing: Queueing,
     /// The replication that a grant requires.
     pub replicas: Replicas,
@@ -151,7 +151,7 @@ impl Replicas {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Queueing {
-    /// First come, first served, once it is free.
+    /// The first claim after the lease is free gets it, whoever waits in the queue.
     #[default]
     Bypass,
     /// Queued waiters first. This claim does not enter the queue.
@@ -162,7 +162,7 @@ pub enum Queueing {
 }
 
 impl Claim {
-    /// A claim for one holder, first come, first served.
+    /// A claim for one holder that ignores the queue.
     #[must_use]
     pub const fn new(token: Token, ttl: Duration) -> Self {
         Self {
@@ -209,7 +209,7 @@ pub enum Acquired {
         /// The first of the holder's fences. All of them are larger than every earlier one.
         fence: u64,
     },
-    /// Others hold the lease.
+    /// Others hold the lease, or waiters precede this claim, which does not enter the queue.
     Busy {
         /// Until the first of their leases ends, unless it is renewed.
         remaining: Duration,
@@ -267,7 +267,7 @@ impl Renewal {
 pub struct Released {
     /// Whether the token still held the lease.
     pub was_held: bool,
-    /// Whether waiters outside of this backend value exist, as far as is known.
+    /// Whether waiters outside of this backend value exist, as far as is known. The memory backend counts its own waiters.
     pub is_wanted: bool,
 }
 

@@ -1,4 +1,4 @@
-//! The algorithms in integers: the units in use, and how long until fewer count.
+//! The algorithms in integers: the units in use, and the time until fewer units count.
 //!
 //! The memory backend counts with this module. Other backends count themselves, for example in a script, and compute the state of a limit
 //! from their stored values with it. Instants are microseconds of the store's clock.
@@ -7,14 +7,15 @@ use super::decision::{LimitStatus, Receipt};
 use super::quota::QuotaChange;
 use super::quota::{Algorithm, Limit, Quota};
 
-/// The numbers of a limit for its algorithm.
+/// The numbers of a limit for its algorithm. A token bucket counts its missing tokens as a debt: a token is worth a debt of `span`, and a
+/// debt of `step / parts` is refilled per us.
 ///
 /// The scripts calculate with doubles, which are exact below 2^53. All quotas, counts and debts are below that. Products stay below it as
 /// follows, or are so large that the script only compares them with smaller numbers:
 ///
 /// - The worth of a full bucket (`span * capacity`) is at most [`EXACT`], or is its capacity, with a `span` of 1.
-/// - A rate that this makes too coarse counts in parts, with `parts * step` below 2^53. A time is divided by `parts` before it is
-///   multiplied by `step`, and so is the remainder of that division.
+/// - A rate that this makes too coarse counts in parts, with `parts * step` below 2^53. A time is divided by `parts` before the quotient is
+///   multiplied by `step`. The remainder is below `parts`, so its product with `step` is below 2^53.
 /// - The steps of a sliding window are at most 2^26, or at most `EXACT / capacity`. The count of the last window is divided by their
 ///   number before it is multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +31,8 @@ pub(crate) struct LimitParams {
     pub(crate) parts: u32,
 }
 
-/// The largest intended product of a capacity. Debts of twice the capacity still stay below 2^53.
+/// The largest product of a capacity with `span`, or with the steps of a sliding window, unless that factor is at its minimum. Debts of
+/// twice the capacity still stay below 2^53.
 const EXACT: u64 = 1 << 51;
 /// The largest number of steps of a sliding window whose square is well below 2^53.
 const STEPS: u64 = 1 << 26;
@@ -130,7 +132,7 @@ impl LimitParams {
         self.time_to_refill(self.max() * self.span, 0)
     }
 
-    /// The units of the last window that still count, so long after the start of the current one.
+    /// The units of the previous window that still count, `elapsed` us after the start of the current window.
     // Not inlined, so that the other algorithms are.
     #[inline(never)]
     fn faded(&self, previous: u64, elapsed: u64) -> u64 {

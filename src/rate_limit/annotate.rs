@@ -23,8 +23,8 @@ pub trait AnnotateResponse<Req, Res> {
         let _ = (handle, request);
     }
 
-    /// Called for a request that passes uncounted, so that the handle of an outer layer is not mistaken for one of this layer. Does nothing
-    /// by default.
+    /// Called for a request that passes uncounted. An implementation removes the handle of an outer layer here, so that a handler does not
+    /// mistake it for one of this layer. Does nothing by default.
     fn pass(&self, request: &mut Req) {
         let _ = request;
     }
@@ -35,7 +35,8 @@ pub trait AnnotateResponse<Req, Res> {
         true
     }
 
-    /// Adds the state of a policy to `response`. Called once for each enforced policy of the request.
+    /// Adds the state of a policy to `response`. Called once for each enforced policy of the request. If the request was not counted,
+    /// called once for the policy of the layer, if that is enforced.
     fn annotate(&self, info: &LimitInfo<'_>, response: &mut Res);
 }
 

@@ -48,13 +48,13 @@ impl FromIterator<LimitStatus> for Limits {
 }
 
 /// Whether a request may pass.
-// One word: decisions are moved often, and the bytes behind a smaller enum were moved in pieces that stalled the processor.
+// One word, because decisions are moved often. With a smaller enum, the padding after it was moved in pieces, which stalled the processor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u64)]
 #[non_exhaustive]
 pub enum Outcome {
-    /// It may, and was charged. With a [`Limiter`](super::Limiter) also: the request is over a limit that is not [enforced](super::Mode)
-    /// for its key, and nothing was charged.
+    /// It may, and was charged unless it costs nothing or was only peeked at. With a [`Limiter`](super::Limiter) also: the request is over
+    /// a limit that is not [enforced](super::Mode) for its key, and nothing was charged.
     Allowed,
     /// It may not now. Nothing was charged.
     Limited,
@@ -74,8 +74,8 @@ pub struct LimitStatus {
     reset_us: u64,
 }
 
-/// When a charge was made, by the clock of the store, and how much was in use then. A refund needs the receipt, so that units that no
-/// longer count are not given back.
+/// When a charge was made, by the clock of the store, and how many tokens were missing from the token buckets after it. A refund needs the
+/// receipt, so that units that no longer count are not given back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Receipt {
     at_us: u64,
@@ -106,7 +106,8 @@ impl Receipt {
         }
     }
 
-    /// The missing tokens, for each token bucket of the policy in order.
+    /// The missing tokens, for each token bucket of the policy in order: 0 after the first [`BUCKETS`](Self::BUCKETS), where they are
+    /// unknown.
     pub(crate) fn missing(&self) -> impl Iterator<Item = u64> + use<> {
         self.missing.into_iter().chain(std::iter::repeat(0))
     }
@@ -125,7 +126,7 @@ impl LimitStatus {
         Self { capacity, remaining, retry_us, reset_us }
     }
 
-    /// The state after `elapsed`, if no other request was charged: waits are shorter.
+    /// The state after `elapsed_us` microseconds, if no other request was charged: waits are shorter.
     const fn later(self, elapsed_us: u64) -> Self {
         let (retry_us, reset_us) = (self.retry_us.saturating_sub(elapsed_us), self.reset_us.saturating_sub(elapsed_us));
         Self { retry_us, reset_us, ..self }
@@ -133,8 +134,9 @@ impl LimitStatus {
 
     /// How many whole seconds until more units become available, rounded up; `None` if none are used.
     ///
-    /// At most the wait for the request's own cost, if that does not fit. `Retry-After` is the longest of these waits, and must not be
-    /// earlier than the time of a limit that caused it. With the stores of this crate it is not.
+    /// If the request does not fit, the result is at most the time until it fits. So no violated limit announces a time after
+    /// `Retry-After`, which is the longest of these times. In the stores of this crate, `reset_us` is never longer than the `retry_us` of a
+    /// violated limit.
     #[cfg(feature = "http")]
     #[inline]
     pub(crate) const fn seconds_until_more(&self) -> Option<u64> {
@@ -237,8 +239,8 @@ impl Decision {
         Self { outcome: Outcome::Never, receipt: None, blocked_us: 0, limits }
     }
 
-    /// Returns whether the request may pass. If the policy of a [`Limiter`](super::Limiter) is not [enforced](super::Mode), it always may,
-    /// even if nothing was charged: see [`receipt`](Self::receipt).
+    /// Returns whether the request may pass. If the policy of a [`Limiter`](super::Limiter) is not [enforced](super::Mode), a call that
+    /// charges always returns an allowed decision, even if nothing was charged: see [`receipt`](Self::receipt).
     #[inline]
     #[must_use]
     pub const fn is_allowed(&self) -> bool {

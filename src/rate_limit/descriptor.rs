@@ -22,7 +22,7 @@ pub(super) struct Descriptor {
     // Set during the evaluation.
     pub(super) decision: Option<Decision>,
     pub(super) enforced: bool,
-    /// Whether this process decided by itself, because the store had failed.
+    /// Whether this process decided by itself, because the store or the resolver had failed.
     pub(super) local: bool,
     /// The resolver call of the layer, if the resolver takes an input from the request instead of the key.
     pub(super) question: Option<Question>,

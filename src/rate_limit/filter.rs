@@ -102,7 +102,7 @@ pub struct WithLimit<X, K> {
     pub(super) inner: Arc<X>,
     pub(super) policy: Policy,
     pub(super) key: K,
-    /// Whether requests without this key are not counted here, instead of being subject to `OnMissingKey`.
+    /// Whether a request without this key skips this policy. If false, `OnMissingKey` applies to the request.
     pub(super) if_present: bool,
 }
 

@@ -53,7 +53,7 @@ pin_project! {
         Evaluating { evaluation: BoxEvaluation, cost: u64, call: Option<Box<(S, Req)>> },
         // The request was admitted or passed uncounted, and the inner service handles it.
         Calling { #[pin] future: F },
-        // The request was rejected without a store call.
+        // The request was rejected when the service was called.
         Rejected { rejection: Option<Rejection> },
     }
 }
@@ -83,7 +83,7 @@ impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, 
         Self { stage: Stage::Plain { future, responder } }
     }
 
-    /// A future for an admitted request with its charge.
+    /// A future for a request that was admitted or passes uncounted, with its charge, if any.
     #[inline]
     pub(super) fn calling(
         future: S::Future,
@@ -212,7 +212,7 @@ impl<B, K, C, A, R, X> Settings<B, K, LayerOptions<C, A, R, X>> {
             + AnnotateResponse<Req, <A as Responder<Rejection, S::Response, S::Error>>::Response>,
         R: ChargeOn<S::Response, S::Error>,
     {
-        // Responses are large, so this avoids moves.
+        // The loop ends with the response in `polled`, which avoids moves of large responses.
         let mut polled = loop {
             let (evaluation, cost, call) = match state.as_mut().project() {
                 StateProj::Evaluating { evaluation, cost, call } => {

@@ -23,8 +23,8 @@ use crate::store::shutdown::{ShutdownReport, ShutdownTarget, Work};
 /// The charge of a request, with methods to correct it while the request is handled, and the [decision](Self::decision) that admitted it.
 /// It is in the extensions of every HTTP request that was counted and admitted.
 ///
-/// A request that passes uncounted has no handle: by an allow list, or without a key if such requests pass. If your routes have such
-/// requests, extract an `Option` of it. With the feature `axum`, handlers can also take it as an argument, without `Extension`. With
+/// A request that passes uncounted has no handle: an allow list lets it pass, or it has no key and such requests pass. If your routes have
+/// such requests, extract an `Option` of it. With the feature `axum`, handlers can also take it as an argument, without `Extension`. With
 /// several layers, the extensions have the handle of the innermost one, or none if the request passes uncounted there;
 /// [`policies`](Self::policies) tells which layer it is. The extensions of the *response* have the [`Decision`] of the most restrictive
 /// layer, without the name of its policy.
@@ -51,9 +51,9 @@ use crate::store::shutdown::{ShutdownReport, ShutdownTarget, Work};
 /// # When it takes effect
 ///
 /// When the last clone is dropped: with the request, or later if a handler keeps a clone in its response stream. Then one correction is
-/// sent to the store, the result of all calls, even if the response future was dropped because the client disconnected. Units that are given
-/// back count again for limits in whose window they were charged, and are discarded for other limits. Added units are charged even beyond
-/// the limit: see [`RateLimitStore::settle`].
+/// sent to the store, the result of all calls, even if the response future was dropped because the client disconnected. Units that are
+/// given back become available again in limits whose window of the charge has not ended. Other limits ignore them. Added units are charged
+/// even beyond the limit: see [`RateLimitStore::settle`].
 ///
 /// The correction is sent in the background, on any thread, within the deadline of the layer. If the store fails, or more than
 /// [1,024](Self::MAX_PENDING) corrections are in flight, the charge stays as it was. This also happens if the runtime ends first: before
@@ -193,7 +193,7 @@ pub(super) struct Settler<B, L> {
     pub(super) deadline: Duration,
     /// Whether a resolver chooses the policy for the key of the layer.
     pub(super) is_resolved: bool,
-    /// Queues that wait for units to be given back.
+    /// The queues of requests that wait for room: a refund wakes the first waiter.
     pub(super) queues: Option<Arc<WaitQueues>>,
     /// For handles that are dropped on a thread without a runtime.
     pub(super) runtime: Arc<OnceLock<Handle>>,

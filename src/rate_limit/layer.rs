@@ -23,15 +23,15 @@ use crate::store::circuit::CircuitBreaker;
 
 /// Enforces a [`Policy`] in front of any tower service. See the [module docs](crate::rate_limit) for examples.
 ///
-/// Not to be confused with `tower::limit::RateLimitLayer`, which counts per connection, delays instead of rejecting, and cannot be cloned.
-/// All clones of this layer, and all services made from them, count together.
+/// Not to be confused with `tower::limit::RateLimitLayer`, which counts for each service that it makes, delays instead of rejecting, and
+/// makes services that cannot be cloned. All clones of this layer, and all services made from them, count together.
 ///
 /// With HTTP a rejection is a response. A service that does not speak HTTP needs [`.responder(ErrorResponder)`](Self::responder).
 ///
 /// Type parameters: the backend, the [key](crate::ExtractKey), and the [options](LayerOptions) that are part of the type.
 #[must_use]
 pub struct RateLimitLayer<B, K = GlobalKey, O = LayerOptions> {
-    // Shared with the services: a router that is called as it was built makes a service for each request.
+    // Shared with the services, because a router may make a new service for each request.
     settings: Arc<Settings<B, K, O>>,
 }
 
@@ -61,8 +61,8 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, LayerOptions<C, A, R, X>> {
     /// [`RateLimitStore::check_all`] for other stores. `policy` needs a name of its own. Policies that are not [enforced](Policy::mode) do
     /// not affect the decision, and are counted separately.
     ///
-    /// A request without this key is a request without a key, as for the key of the layer. By default it is rejected, whatever other keys
-    /// it has: see [`on_missing_key`](Self::on_missing_key). For a key that only some requests have, use
+    /// A request that lacks this key is treated like one that lacks the key of the layer. By default it is rejected, whatever other keys it
+    /// has: see [`on_missing_key`](Self::on_missing_key). For a key that only some requests have, use
     /// [`and_if_present`](Self::and_if_present).
     ///
     /// A [`DenyCache`](super::DenyCache) also denies such a request if one of its keys is known to be over a limit.
@@ -284,8 +284,8 @@ impl<B, K, O: Clone> RateLimitLayer<B, K, O> {
     /// service, which should be late rather than fail. Defaults to zero: requests do not wait.
     ///
     /// Waiters queue in their order of arrival, in one queue for each [key](Self::key) and process. Only the first waiter of a queue calls
-    /// the store. It calls when its denial has expired, and when a request of this layer [gives units back](super::RateLimitHandle). It also calls
-    /// at least once a second, since other processes may give units back. Each such call that returns counts as a
+    /// the store. It calls when its denial has expired, and when a request of this layer [gives units back](super::RateLimitHandle). It
+    /// also calls at least once a second, since other processes may give units back. Each such call that returns counts as a
     /// [decision](super#metrics) in the metrics.
     ///
     /// Each time the first waiter is admitted, twice as many waiters may call at the same time, as far as there is room, until one of them
@@ -299,8 +299,8 @@ impl<B, K, O: Clone> RateLimitLayer<B, K, O> {
     /// [block](super::Limiter::block), the waiters behind it are rejected too, without a store call. This applies to waiters that cost at
     /// least as much and cannot wait that long either.
     ///
-    /// If the store or the resolver fails in a call before the denial has expired, the queue keeps waiting. [`RateLimitFallback`] applies once
-    /// the last denial from the store has expired.
+    /// If the store or the resolver fails in a call before the denial has expired, the queue keeps waiting. [`RateLimitFallback`] applies
+    /// once the last denial from the store has expired.
     ///
     /// A request that [counts under several keys](Self::and) waits in the queue of the key with the longest denial, so it does not delay
     /// waiters for its other keys. If another key has no room when its turn comes, it moves to the end of the queue of that key.
@@ -355,8 +355,8 @@ impl<B, K, O: Clone> RateLimitLayer<B, K, O> {
         })
     }
 
-    /// Sets how many processes share the quota. With [`RateLimitFallback::Local`] each process enforces its share, rounded up. Defaults to 1; 0
-    /// counts as 1.
+    /// Sets how many processes share the quota. With [`RateLimitFallback::Local`] each process enforces its share, rounded up. Defaults to
+    /// 1; 0 counts as 1.
     pub fn replicas(self, replicas: u32) -> Self {
         self.change(|core| core.replicas = replicas.max(1))
     }
@@ -368,8 +368,8 @@ impl<B, K, O: Clone> RateLimitLayer<B, K, O> {
 
     /// Sets how long a decision may take in total. After that it counts as a store error. Defaults to 100 ms.
     ///
-    /// With zero, a store that cannot answer immediately is not called. Its requests are rejected as with [`RateLimitFallback::Deny`], whatever
-    /// you configured. The source of the [`StoreError`](crate::StoreError), also in the log, is a [`ConfigError::ZeroTimeout`].
+    /// With zero, a store that cannot answer immediately is not called. Its requests are rejected as with [`RateLimitFallback::Deny`],
+    /// whatever you configured. The source of the [`StoreError`](crate::StoreError), also in the log, is a [`ConfigError::ZeroTimeout`].
     ///
     /// A [resolver](Self::resolver) call has the same time before the store call, so both can take twice as long in total. If the resolver
     /// has answered for the key before, the request waits only half as long for a new answer.
@@ -377,10 +377,10 @@ impl<B, K, O: Clone> RateLimitLayer<B, K, O> {
         self.change(|core| core.deadline = deadline)
     }
 
-    /// Waits until no [correction](super::RateLimitHandle) is in flight. Call it at the end of your program, when no more requests arrive. It
-    /// covers all clones of this layer, and layers derived from it with the methods above. It takes no longer than the
-    /// [deadline](Self::deadline), unless new corrections begin meanwhile. The [shutdown of the backend](crate::backend#shutdown) waits for the
-    /// corrections of all layers.
+    /// Waits until no [correction](super::RateLimitHandle) is in flight. Call it at the end of your program, when no more requests arrive.
+    /// It covers all clones of this layer, and layers derived from it with the methods above. It takes no longer than the
+    /// [deadline](Self::deadline), unless new corrections begin meanwhile. The [shutdown of the backend](crate::backend#shutdown) waits for
+    /// the corrections of all layers.
     ///
     /// ```no_run
     /// # #[cfg(feature = "http")] {

@@ -54,7 +54,8 @@ impl<B> LayerConfig<B> {
         }
     }
 
-    /// The fallback for a failing store. A deadline of zero is not an outage in which each process may admit the quota.
+    /// The fallback for a failing store. With a deadline of zero it is always `Deny`: the store has not failed, and each process would
+    /// admit a whole quota.
     pub(super) fn without_store(&self) -> RateLimitFallback {
         if self.deadline.is_zero() { RateLimitFallback::Deny } else { self.on_store_error }
     }
@@ -147,7 +148,8 @@ impl Circuits {
 /// What happens to a request when the store fails or is late, or when the [circuit](CircuitBreaker) is open. Defaults to
 /// [`Local`](Self::Local).
 ///
-/// The log has one line when a store begins to fail, and one when no call has failed for a second. It also has one for each time that the
+/// The log has one line when a store begins to fail, and one at the first reply after a second without failures. It also has one for each
+/// time that the
 /// [circuit](CircuitBreaker) opens or closes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]

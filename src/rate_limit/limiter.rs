@@ -155,7 +155,7 @@ impl<B: RateLimitStore> Limiter<B> {
     /// Charges `cost` units to `key` if there is room for all of them, and none otherwise.
     ///
     /// A cost of 0 is always allowed and charges nothing, unless the quota is 0 or the key is [blocked](Self::block). A cost above the
-    /// quota can never be allowed and returns [`Outcome::Never`](super::Outcome::Never).
+    /// [capacity](super::Limit::capacity) of a limit can never be allowed and returns [`Outcome::Never`](super::Outcome::Never).
     pub async fn check_cost(&self, key: impl Into<Key>, cost: u64) -> Result<Decision, StoreError> {
         let key = key.into();
         let decision = if self.policy.can_never_allow(cost) {

@@ -100,11 +100,11 @@
 //! # When the store fails
 //!
 //! A store call that fails or takes longer than the [deadline](RateLimitLayer::deadline) is a [`StoreError`], never a denial.
-//! [`RateLimitFallback`] configures what happens then. By default, this process enforces the policy with its own counts until the store answers
-//! again. After several failures in a row the circuit opens, and only periodic probes reach the store: see [`CircuitBreaker`].
+//! [`RateLimitFallback`] configures what happens then. By default, this process enforces the policy with its own counts until the store
+//! answers again. After several failures in a row the circuit opens, and only periodic probes reach the store: see [`CircuitBreaker`].
 //!
 //! All of this is configured per layer, so a login can fail closed while other routes fall back to local counts. (The rules of a file share
-//! one circuit breaker, since it describes the store and not the fallback.) If a [`PolicyResolver`] fails, the layer applies the same
+//! one circuit breaker, because they share one store.) If a [`PolicyResolver`] fails, the layer applies the same
 //! [`RateLimitFallback`]. The circuit ignores failures of a resolver.
 //!
 //! # When the clock is set
@@ -112,8 +112,9 @@
 //! Redis counts by the clock of its server, which an operator, NTP or a failover can set. The memory backend counts by a monotonic clock,
 //! which cannot be set.
 //!
-//! If a clock is set back, no extra request is admitted: for a key, no time passes between its last charge and its next request. Its next
-//! request may wait longer, by at most the real time between the two. If a clock is set forward, windows end early by as much.
+//! If a clock is set back, no extra request is admitted: for a key, the store counts too little time, or none, between its last charge and
+//! its next request. Its next request may wait longer by the uncounted time, at most the real time between the two. The table calls it
+//! `that time`. If a clock is set forward, windows end early by as much.
 //!
 //! | algorithm | clock set back | clock set forward |
 //! | --- | --- | --- |
@@ -121,20 +122,20 @@
 //! | [fixed window](Quota::fixed_window) | the window stays open longer by that time | the window closes early, and a new quota begins |
 //! | [sliding window](Quota::sliding_window) | both windows fade later by that time | both windows fade early: after a jump of two windows the whole quota is free |
 //! | [sliding log](Quota::sliding_log) | logged requests expire later by that time | logged requests expire early: after a jump of one window the whole quota is free |
-//! | [block](Limiter::block) | ends later by that time | ends early |
+//! | [block](Limiter::block) | ends later by as much as the clock was set back | ends early |
 //!
 //! If a request was charged before the clock was set back, its [correction](RateLimitHandle) gives nothing back until the clock has caught
-//! up with the charge. If a new window has begun meanwhile, the correction can free units of the new window. A sliding log is not affected
-//! by this.
+//! up with the charge. If a new window has begun meanwhile, the correction can free units of the new window. A correction of a sliding log
+//! frees no units of other requests, but may give nothing back at all.
 //!
 //! # Trying a limit
 //!
 //! A [shadow](Policy::shadow) policy is counted and evaluated, but never rejects a request. [`Mode::Percent`] enforces a policy for a share
 //! of the keys. Metrics and logs show which requests a shadow policy would have rejected.
 //!
-//! Beside an enforced policy, a shadow policy is checked afterwards, within the same deadline. If the store fails only for the shadow
-//! policy, because one node of a cluster hangs for example, that policy is not counted. After several such failures in a row, requests no
-//! longer wait for it, except for a periodic [probe](CircuitBreaker).
+//! If a request has enforced policies, the layer checks its shadow policies after them, within the same deadline. If the store fails only
+//! for the shadow policy, because one node of a cluster hangs for example, that policy is not counted. After several such failures in a
+//! row, requests no longer wait for it, except for a periodic [probe](CircuitBreaker).
 //!
 //! # Metrics
 //!
@@ -148,19 +149,19 @@
 //! | --- | --- | --- |
 //! | `tollgate_decisions_total` | `policy`, `outcome`: `allowed`, `limited`, `never`, `blocked`, `shadow_limited`, `missing_key`, `denied`, `turned_away`, `failed_open`, `failed_closed`, `local_allowed`, `local_limited` | decisions: one for each policy and key of a request, and one for each call of a [`Limiter`] that charges. `failed_closed` of a `Limiter` is a [`StoreError`] returned to its caller. `turned_away`: this policy had room, but another policy rejected the request, so nothing was charged |
 //! | `tollgate_near_limit_total` | `policy` | admitted requests that left less than a fifth of a limit |
-//! | `tollgate_store_seconds` | `policy` | histogram of the time of each store call that did not return at once, without the time of a resolver |
+//! | `tollgate_store_seconds` | `policy`: of the layer or [`Limiter`] | histogram of the time of each store call that did not return at once, without the time of a resolver |
 //! | `tollgate_wait_seconds` | `policy`: of the wait queue | histogram of the time that requests of a layer [waited](RateLimitLayer::wait) in a queue, until they were admitted, rejected or dropped |
-//! | `tollgate_store_errors_total` | `policy` | store calls that failed or timed out |
+//! | `tollgate_store_errors_total` | `policy`: of the layer or [`Limiter`] | store calls that failed or timed out |
 //! | `tollgate_resolver_errors_total` | `policy`: of the layer | requests for which a [`PolicyResolver`] failed or timed out. Includes requests that used a stale policy or a cached error |
 //! | `tollgate_circuit_transitions_total` | `policy`, `state`: `open`, `closed` | circuits that opened and closed, without the separate circuits of [shadow policies](#trying-a-limit) beside enforced ones. The circuit of a rules file counts both under the policy whose request opened it |
 //! | `tollgate_settlements_total` | `policy`, `outcome`: `done`, `lost` | corrections of charges |
 //! | `tollgate_leased_units_total` | `policy`, `outcome`: `drawn`, `given_back`, `expired` | units of [`QuotaPrefetch`]: drawn in advance, returned unused, and expired unused. Expired units are counted at the next request for the key |
 //! | `tollgate_deny_cache_total` | `policy`, `outcome`: `hit`, `miss` | requests that a [`DenyCache`] answered itself, and requests that it passed to its store |
 //!
-//! `tracing` has a span `rate_limit` at DEBUG around each such call of a layer, and an event at DEBUG for each request over a limit. It has
-//! one WARN when a store or a resolver begins to fail, and one when a circuit opens. Warnings about shadow policies say so. The field
-//! `then` is the [`RateLimitFallback`] that the layer applies; if a resolver fails, it applies only to keys without a stale policy. The field
-//! `old_answer` is true if the first key that failed had a stale policy.
+//! `tracing` has a span `rate_limit` at DEBUG around the resolver and store calls for each request of a layer. It has an event at DEBUG for
+//! each request over a limit. It has one WARN when a store or a resolver begins to fail, and one when a circuit opens. Warnings about
+//! shadow policies say so. The field `then` is the [`RateLimitFallback`] that the layer applies; if a resolver fails, it applies only to
+//! keys without a stale policy. The field `old_answer` is true if the first key that failed had a stale policy.
 //!
 //! # Without a round trip
 //!

@@ -70,7 +70,8 @@ pub(crate) struct EncodedLimits {
     pub(crate) params: Vec<u8>,
     /// The start of each record of counts made with these limits.
     pub(crate) limits: Vec<u8>,
-    /// The format of the counts with the time of the last update; and of the record, in which `limits` come first as one string.
+    /// The format of the time of the last update and the counts. `format` is that of the whole record, which begins with `limits` as one
+    /// string.
     pub(crate) layout: String,
     pub(crate) format: String,
     /// The size of the counts in bytes, including the time of the last update.
@@ -111,8 +112,9 @@ impl Policy {
 
     /// Creates a policy called `name` that enforces `limit`.
     ///
-    /// Use a short name of letters, digits, `-`, `_` and `.`. Any other byte is percent-encoded. A name of more than [`Key::MAX_LEN`] bytes
-    /// is replaced by its digest, since names become part of stored keys.
+    /// Use a short name of letters, digits, `-`, `_` and `.`. Control characters, spaces, non-ASCII bytes and bytes with a meaning in
+    /// stored keys, such as `:`, are percent-encoded. A name of more than [`Key::MAX_LEN`] bytes is replaced by its digest, since names
+    /// become part of stored keys.
     pub fn new(name: impl AsRef<str>, limit: Limit) -> Self {
         Self::with_spec(Spec {
             name: clean(name.as_ref()),
@@ -139,7 +141,7 @@ impl Policy {
 
     /// Names the limit that was added last, for clients to read.
     ///
-    /// By default, a single limit has the name of the policy, and several limits have their period appended: `api-1s`, `api-1h`, `api-1d`.
+    /// By default, a single limit has the name of the policy, and several limits have their window appended: `api-1s`, `api-1h`, `api-1d`.
     #[must_use]
     pub fn named(self, name: impl AsRef<str>) -> Self {
         self.change(|spec| {

@@ -57,8 +57,8 @@ use crate::store::shutdown::ShutdownTarget;
 /// It may admit less than the quota: units that one process holds are not available to others, and expire if they are not used in time. A
 /// lease is at most an [eighth](Self::share) of the remaining units, so leases shrink as the quota is used up. Near its end there are no
 /// leases: the last units are charged one request at a time, and every denial comes from the store. So an idle process holds at most an
-/// eighth of what remained when it drew, plus the cost of the request before it. `n` processes together hold at most `1 - (7/8)^n` of the
-/// quota. The [`stats`](Self::stats) and the [metrics](crate::rate_limit#metrics) count expired units.
+/// eighth of the units that it knew to remain before the draw, plus the cost of the request that drew. `n` processes together hold at most
+/// `1 - (7/8)^n` of the quota. The [`stats`](Self::stats) and the [metrics](crate::rate_limit#metrics) count expired units.
 ///
 /// A block or reset by another process is noticed when the lease ends, after the [maximum age](Self::max_age) at the latest. Until then,
 /// the rest of the lease is handed out. A block or reset through this store or a clone of it ends the lease at once. A debt made by
@@ -120,8 +120,8 @@ pub struct PrefetchStats {
 #[derive(Debug, Default)]
 struct ShardState {
     stats: PrefetchStats,
-    // Hashes of keys that are being reset or blocked through this store. They get no lease until then, since it is unknown whether a draw
-    // is charged before or after.
+    // Hashes of keys that are being reset or blocked through this store. Such a key gets no lease meanwhile, since a draw may be charged
+    // before or after the change.
     changing: Vec<u64>,
 }
 
@@ -256,7 +256,7 @@ impl<S> QuotaPrefetch<S> {
         sum
     }
 
-    /// Takes all leases, and records units that can still be given back as expired until they are.
+    /// Takes all leases and records their units as expired. Returns the leases whose units can still be given back.
     fn take_held(&self) -> Vec<(Key, Receipt, ReturnGuard)> {
         let (mut held, now) = (Vec::new(), Instant::now());
         for mut shard in self.slots.lock_each() {
@@ -334,7 +334,7 @@ impl<S> QuotaPrefetch<S> {
             return Step::CallStore;
         }
         match &slot.pending_refill {
-            // This draw gives no lease any more.
+            // Requests no longer wait for this draw.
             Some(pending_refill) if pending_refill.is_abandoned || now - pending_refill.began >= self.max_age => {
                 Step::CallStore
             }
@@ -409,7 +409,7 @@ impl<S> QuotaPrefetch<S> {
             return (decision, rest);
         }
         let mut lease = Lease { left: rest, size: units, decision, received_at, ends, window_ends };
-        // Adds the rest of the lease before, which was too small for the request.
+        // Adds the rest of the previous lease, which was too small for the request.
         match slot.lease.take() {
             Some(old) if old.has_same_windows_as(&lease) => lease.left = lease.left.saturating_add(old.left),
             old => state.record_expired(&refill.policy, old),
@@ -501,7 +501,7 @@ struct Refill<S> {
     policy: Policy,
     key: Key,
     refill_done: Arc<Notify>,
-    // The requested units until there is a reply, since they may have been charged.
+    // The requested units, which may have been charged; 0 once the store has replied.
     requested: u64,
 }
 
@@ -716,7 +716,7 @@ impl<S: RateLimitStore + Send + Sync + 'static> QuotaPrefetch<S> {
     }
 }
 
-/// Whether a unit has the same value at any time of the windows of this policy.
+/// Whether units for this cost may come from a lease: not for a cost of 0, and only if all limits are fixed windows.
 fn is_leasable(policy: &Policy, cost: u64) -> bool {
     cost > 0 && policy.limits().iter().all(|limit| limit.algorithm() == Algorithm::FixedWindow)
 }
@@ -743,7 +743,7 @@ impl<S: RateLimitStore + Send + Sync + 'static> RateLimitStore for QuotaPrefetch
                     if let Some(decision) = self.draw_units(refill, cost).await? {
                         return Ok(decision);
                     }
-                    // Smaller draws would not succeed either.
+                    // The store has fewer units than the draw, so this request charges only its own cost.
                     return self.call_store(location, policy, key, cost).await;
                 }
                 Step::Wait(refill_done, longest) => {

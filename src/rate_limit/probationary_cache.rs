@@ -11,10 +11,10 @@ const SAMPLE: usize = 8;
 
 /// The latest value of each of a bounded number of keys, with its time.
 ///
-/// Unused entries are evicted before used ones, since invented keys come only once. A part of the capacity is reserved for new entries,
-/// which would find no room if used entries stayed forever.
+/// Of fresh entries, unused ones are evicted before used ones, since invented keys come only once. A part of the capacity is reserved for
+/// new entries, which would find no room if used entries stayed forever.
 pub(super) struct ProbationaryCache<V> {
-    // First `used` entries that were used, then the new ones in probation.
+    // The first `used` entries were used. The others are new, in probation.
     entries: IndexMap<Key, (Instant, V)>,
     used: usize,
     // Where the searches for old entries continue: among used entries, and among new ones.

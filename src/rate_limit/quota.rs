@@ -84,8 +84,8 @@ impl Quota {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::QuotaOutOfRange`] for a limit above [`MAX_UNITS`](Self::MAX_UNITS), and [`ConfigError::WindowOutOfRange`] unless the window is between [`MIN_WINDOW`](Self::MIN_WINDOW) and
-    /// [`MAX_WINDOW`](Self::MAX_WINDOW).
+    /// [`ConfigError::QuotaOutOfRange`] for a limit above [`MAX_UNITS`](Self::MAX_UNITS), and [`ConfigError::WindowOutOfRange`] unless the
+    /// window is between [`MIN_WINDOW`](Self::MIN_WINDOW) and [`MAX_WINDOW`](Self::MAX_WINDOW).
     pub fn new(limit: u64, window: Duration) -> Result<Self, ConfigError> {
         if limit > Self::MAX_UNITS {
             Err(ConfigError::QuotaOutOfRange { units: limit, max: Self::MAX_UNITS })
@@ -102,7 +102,7 @@ impl Quota {
     ///
     /// [`ConfigError::BurstOutOfRange`] if an empty bucket would take longer than [`MAX_WINDOW`](Self::MAX_WINDOW) to fill,
     /// [`ConfigError::QuotaOutOfRange`] for a burst above [`MAX_UNITS`](Self::MAX_UNITS), and [`ConfigError::ZeroBurst`] for 0. A quota of
-    /// 0 accepts any other burst, since it denies every request.
+    /// 0 accepts every burst up to [`MAX_UNITS`](Self::MAX_UNITS), including 0, since it denies every request.
     pub const fn burst(self, units: u64) -> Result<BurstQuota, ConfigError> {
         if units == 0 && self.limit > 0 {
             return Err(ConfigError::ZeroBurst);
@@ -125,7 +125,7 @@ impl Quota {
     ///
     /// This is the generic cell rate algorithm (GCRA, ITU-T I.371) in the form of a leaky bucket, in integers. The rate is exact if the
     /// window in microseconds times the size of the bucket is at most 2^51 (37 million a minute, 26,000 a day). For round numbers, it is
-    /// exact far beyond that. Otherwise it may be too slow by at most a ten-millionth.
+    /// exact far beyond that. Otherwise it may be too slow by at most a hundred-millionth.
     #[must_use]
     pub const fn token_bucket(self) -> Limit {
         Limit { quota: self, algorithm: Algorithm::TokenBucket, capacity: self.limit }
@@ -140,13 +140,13 @@ impl Quota {
         Limit { quota: self, algorithm: Algorithm::FixedWindow, capacity: self.limit }
     }
 
-    /// Counts in two windows, and fades out the older count as the newer window fills: nearly as strict as a [log](Self::sliding_log), at
-    /// the cost of two numbers.
+    /// Counts in two windows, and reduces the older count as time passes in the newer window: nearly as strict as a
+    /// [log](Self::sliding_log), at the cost of two numbers.
     ///
-    /// The count of the last window is scaled by the share of that window that is less than one window ago, and rounded up. This treats its
-    /// requests as spread evenly. So a client that spreads its requests evenly gets the quota less at most one in each window. For a quota of
-    /// two or three that is a lot: use a token bucket or a log. In the worst case, with all requests of the last window at its end,
-    /// somewhat less than twice the quota passes within one window's length.
+    /// The count of the previous window is scaled by the share of it that is less than one window's length ago, and rounded up. This treats
+    /// its requests as spread evenly. So a client that spreads its requests evenly gets the quota less at most one in each window. For a
+    /// quota of two or three that is a lot: use a token bucket or a log. In the worst case, with all requests of the last window at its
+    /// end, somewhat less than twice the quota passes within one window's length.
     ///
     /// If the window in microseconds times the quota is above 2^51, the share is counted in coarser steps: of at most a 67-millionth of the
     /// window, rounded up to whole microseconds.
@@ -247,8 +247,7 @@ impl Limit {
         if self.quota.limit == 0 { 0 } else { self.capacity }
     }
 
-    /// Returns the time in which the whole [capacity](Self::capacity) becomes available again: the window, or the time in which a token
-    /// bucket fills. In whole microseconds, rounded up.
+    /// Returns the window, or the time in which an empty token bucket fills. The fill time is in whole microseconds, rounded up.
     #[must_use]
     pub const fn period(&self) -> Duration {
         if self.capacity == self.quota.limit || self.quota.limit == 0 {
@@ -272,14 +271,14 @@ impl Limit {
 /// Defaults to [`Keep`](Self::Keep).
 ///
 /// This applies to the numbers: quotas, bursts, and the rates of token buckets. Policies with one name are counted separately if their
-/// limits differ in number, order, algorithms or windows. Such a change starts from zero, also for blocks, and while two releases share a
-/// store, each enforces its own limits.
+/// limits differ in number, order, algorithms or windows, except the windows of token buckets. Such a change starts from zero, also for
+/// blocks, and while two releases share a store, each enforces its own limits.
 ///
 /// The first request that is charged under the new numbers converts the counts. Counts of windows and buckets are cut at twice the new
 /// quota: a client that used 900 of 1,000 counts as having used 200 of 100. A [correction](super::RateLimitHandle) of an earlier charge
-/// converts nothing if that would cut or remove counts; it uses the stored numbers instead. Units that are charged later to a request with
-/// a cost of 0 count under the numbers of that request. While two releases with different numbers share a store, counts are converted back
-/// and forth. This is harmless with `Keep`. With `Proportional`, units are rounded up each time.
+/// uses the stored numbers if it gives units back, or if the new numbers would cut or remove counts. Units that are charged later to a
+/// request with a cost of 0 count under the numbers of that request. While two releases with different numbers share a store, counts are
+/// converted back and forth. This is harmless with `Keep`. With `Proportional`, units are rounded up each time.
 ///
 /// **With `Reset`, two quotas under one name that are in use at the same time enforce nothing**: each request that finds the numbers of the
 /// other quota starts from zero. This happens during a rolling deploy, and permanently if two layers give different quotas the same name.

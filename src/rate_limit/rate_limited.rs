@@ -15,8 +15,8 @@ pub struct RateLimited {
     denial: Denial,
 }
 
-/// The denial by one policy. A separate error as the source of [`RateLimited`]: code that wraps a `RateLimited` and forwards its source
-/// still exposes this.
+/// The denial by one policy. It is the source of [`RateLimited`], so that an error that wraps a `RateLimited` and forwards only its source
+/// still exposes the denial.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Denial {
     pub(crate) policy: Policy,
@@ -110,8 +110,8 @@ impl RateLimited {
         self.denial.policy.name()
     }
 
-    /// Returns the names of the limits that denied the request, of all policies: see [`Policy::limit_names`]. A block has no limit. If no
-    /// wait helps, the names are those of the limits whose capacity is too small for the cost.
+    /// Returns the names of the limits that denied the request, of all policies: see [`Policy::limit_names`]. A block is not a limit and
+    /// has no name. If no wait helps, the names are those of the limits whose capacity is too small for the cost.
     pub fn violated(&self) -> impl Iterator<Item = &str> {
         self.denials().flat_map(|denial| denial.violated(self.cost)).map(|(name, _)| name)
     }

@@ -15,9 +15,10 @@ pub enum Rejection {
     Limited(RateLimited),
     /// The request has no key, and the layer is configured to [reject](crate::OnMissingKey::Reject) such requests.
     MissingKey(MissingKey),
-    /// The request is on the [deny list](super::RateLimitLayer::deny) of the layer.
+    /// A [deny list](super::RateLimitLayer::deny) or a [filter](super::RateLimitLayer::filter) of the layer rejected the request.
     Denied(Denied),
-    /// The store failed, and the layer is configured to [deny](super::RateLimitFallback::Deny) requests then.
+    /// The store or the resolver failed, and the layer [denies](super::RateLimitFallback::Deny) the request.
+    /// [`Local`](super::RateLimitFallback::Local) also denies a cost above the share of this process.
     Store(StoreError),
 }
 
@@ -69,7 +70,7 @@ impl fmt::Display for MissingKey {
 
 impl Error for MissingKey {}
 
-/// The rejection of a request that is on a deny list.
+/// The rejection of a request by a deny list or a filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Denied;

@@ -93,9 +93,9 @@ use crate::store::deadline::Deadline;
 ///
 /// # Errors
 ///
-/// If a resolver fails, or takes longer than the deadline of the layer, [`RateLimitFallback`](super::RateLimitFallback) applies to the request, as if
-/// the store had failed. With `Local`, the policy of the layer is enforced, in its own [mode](super::Mode). With `Deny`, the request is
-/// rejected, whatever that mode is, even if the resolver would return only shadow policies. The store call gets its own deadline
+/// If a resolver fails, or takes longer than the deadline of the layer, [`RateLimitFallback`](super::RateLimitFallback) applies to the
+/// request, as if the store had failed. With `Local`, the policy of the layer is enforced, in its own [mode](super::Mode). With `Deny`, the
+/// request is rejected, whatever that mode is, even if the resolver would return only shadow policies. The store call gets its own deadline
 /// afterwards. Failures of a resolver affect neither the metrics of the store nor its [circuit](super::CircuitBreaker).
 ///
 /// The log has one line with the error when a resolver begins to fail. It has one more when the resolver answers and has not failed for one
@@ -189,8 +189,8 @@ pub(super) enum Resolved {
     Stale(Policy, StoreError),
 }
 
-/// How long no call may fail before an outage ends. Longer than for a store: an unknown key may come at any time, and must not fill the
-/// log.
+/// An outage ends after this time without a failed call. Longer than for a store: an unknown key may come at any time, and must not fill
+/// the log.
 const RECOVERED: Duration = Duration::from_secs(60);
 /// How many errors are cached, and for how long.
 const FAILURES: Bounds = Bounds { capacity: PolicyResolver::MAX_FAILURES, time_to_live: Duration::from_secs(1) };

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use super::policy::Policy;
 use crate::key::Key;
 
-/// More than the cores of any machine that would call at the same time.
+/// Enough shards that threads rarely wait for the same lock.
 const MAX_SHARDS: usize = 64;
 /// With fewer entries per shard, shards cost more than they save.
 const MIN_SHARD: usize = 64;

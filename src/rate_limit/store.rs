@@ -67,16 +67,16 @@ pub trait RateLimitStore {
         None
     }
 
-    /// Returns whether [`check`](Self::check) would allow this cost, and the state of the limits, without charging. At most, it repairs a
-    /// broken record.
+    /// Returns whether [`check`](Self::check) would allow this cost, and the state of the limits, without charging. At most, it adapts the
+    /// stored counts if the clock of the store was set back.
     fn peek(&self, policy: &Policy, key: &Key, cost: u64) -> impl Future<Output = Result<Decision, StoreError>> + Send;
 
     /// Corrects a charge: adds `change` units, or gives them back if `change` is negative.
     ///
-    /// Added units count from now on. They are charged even if they do not fit, but the debt of a key is at most a whole quota. Only
-    /// charged units can be given back, as the receipt shows. Limits in which the charge no longer counts are left unchanged, so no unit is
-    /// given back into another window. A token bucket takes a charge back if it has not been full since, even if some of the tokens were
-    /// refilled by then.
+    /// Added units count from now on. They are charged even if they do not fit, but the debt of a key is at most a whole quota. Give back
+    /// at most the units of the charge: a store need not check this. Limits in which the charge no longer counts are left unchanged, so no
+    /// unit is given back into another window. A token bucket gives back only tokens that were missing after the charge and have not been
+    /// refilled since.
     ///
     /// If the key has been counted with other numbers ([`QuotaChange`](super::QuotaChange)), the numbers of `policy` may be those of an
     /// older and smaller quota. If they would cut or remove counts, the stored numbers are used, and always for a refund. Units that are

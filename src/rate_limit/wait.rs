@@ -86,12 +86,13 @@ struct WaitingRequest<'a, B> {
     cost: u64,
     until: Instant,
     descriptors: DescriptorList,
-    // Its position in a queue, at the front.
+    // Its position in a queue, once its turn has come.
     waiter: Option<Waiter>,
     // The queues in which its turn has come. It joins them again only after a new denial, so that it does not alternate between two
     // queues.
     visited: SmallVec<[QueueKey; 2]>,
-    // Shadow policies are checked once. For the key of the layer, the resolver decides whether its policy is one.
+    // The evaluated descriptors of shadow policies, which are checked only once. The resolver may choose a shadow policy for the key of the
+    // layer.
     shadows: Vec<Descriptor>,
 }
 
@@ -179,7 +180,8 @@ impl<B: RateLimitStore + Sync> WaitingRequest<'_, B> {
         Ok(self.layer.finish(undecided, self.cost, queried).await)
     }
 
-    /// Lets more waiters of its queue call at the same time after it was admitted, and one after it was denied.
+    /// After this request was admitted, lets more waiters of its queue call at the same time. After it was denied, lets only one waiter
+    /// call.
     fn adjust_concurrency(&self, evaluation: &Evaluation, denial: Option<&Descriptor>) {
         let Some(waiter) = &self.waiter else { return };
         match denial {
@@ -207,7 +209,8 @@ impl<B: RateLimitStore + Sync> WaitingRequest<'_, B> {
         if timeout_at(self.until, joined.wait_for_turn()).await.is_err() {
             return self.reject_as_late(denial);
         }
-        // The waiters before it may have used room of which it does not know.
+        // Only a waiter that joined an empty queue waits for its own denial to expire. For other waiters, that denial is out of date when
+        // their turn comes.
         if let (Some((retry_at, _)), true) = (evaluation, joined.begins_queue())
             && !joined.wait_again(retry_at, self.until).await
         {
@@ -236,7 +239,7 @@ impl<B: RateLimitStore + Sync> WaitingRequest<'_, B> {
         strictest(denials)
     }
 
-    /// How many more such requests had room when this one was admitted, as far as known.
+    /// How many more requests of this cost had room when this request was admitted, if that is known.
     fn room_for_more(&self, evaluation: &Evaluation, queue_key: &QueueKey) -> Option<u64> {
         let mut descriptors = evaluation.descriptors.iter();
         let descriptor = descriptors.find(|descriptor| self.layer.queue_key(descriptor) == *queue_key)?;

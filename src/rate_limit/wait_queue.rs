@@ -112,8 +112,8 @@ impl WaitQueue {
         active.into_iter().chain(queued).min().copied()
     }
 
-    /// Activates the first queued waiter if one more may be active. One at a time, so that they call in order: a new request would overtake
-    /// waiters that have not noticed their turn.
+    /// Activates the first queued waiter if one more may be active. One at a time, so that they call in order. Otherwise a new request,
+    /// which runs already, would call before waiters that have not noticed their turn.
     fn advance(&mut self) {
         if self.promoted.is_none()
             && self.active.len() < self.max_active
@@ -126,7 +126,7 @@ impl WaitQueue {
         }
     }
 
-    /// Wakes the next queued waiter, which may get a stalled waiter's turn earlier than it knows.
+    /// Wakes the next queued waiter, so that it learns of a new instant at which it may take a stalled waiter's turn.
     fn wake_next(&self) {
         if let Some(next) = self.queued.values().next() {
             next.notify_one();
@@ -153,8 +153,8 @@ impl WaitQueue {
         let overdue = |due: &Instant| *due <= now;
         if self.active.values().any(overdue) {
             if self.active.values().next().is_some_and(overdue) {
-                // Only the first waiter sleeps until units are given back. Once it is stalled, its wake-up must not reach it instead of the
-                // next.
+                // Only the first waiter waits for `wake_first`. Once the first waiter is stalled, the wake-up has to reach the next waiter
+                // instead.
                 self.wake_first = Arc::default();
             }
             self.stalled.extend(self.active.iter().filter(|(_, due)| overdue(due)).map(|(number, _)| *number));
@@ -187,7 +187,7 @@ impl CachedDenial {
         Self { descriptor, received_at: Instant::now() }
     }
 
-    /// The denial as of now, with a shorter wait. After the wait there is no newer decision yet, so the shortest wait is left.
+    /// The denial as of now, with a shorter wait. If the wait is over and there is no newer decision, the shortest possible wait remains.
     fn later(&self) -> Descriptor {
         let elapsed = self.received_at.elapsed();
         match self.wait() {
@@ -275,7 +275,7 @@ impl WaitQueues {
 pub(super) struct Waiter {
     number: u64,
     begins_queue: bool,
-    /// Wakes it when its turn has come.
+    /// Wakes the waiter when its turn has come, or makes it check for its turn again.
     wake: Arc<Notify>,
     queue_key: QueueKey,
     since: Instant,
@@ -291,7 +291,7 @@ impl Waiter {
         }
     }
 
-    /// Takes its turn if that has come, and otherwise returns when an active waiter is due to continue.
+    /// Takes its turn if that has come. Otherwise returns the instant by which an active waiter has to continue.
     fn try_take_turn(&self) -> Result<(), Instant> {
         let mut queues = self.queues.queues();
         let Some(queue) = queues.get_mut(&self.queue_key) else { return Ok(()) };
@@ -321,8 +321,8 @@ impl Waiter {
         self.begins_queue
     }
 
-    /// Doubles the number of active waiters after it was admitted, up to the `room` for requests like it. Only the first waiter may do
-    /// this, so that a denied waiter is not overtaken repeatedly by cheaper ones.
+    /// Doubles the maximum number of active waiters after it was admitted, up to the `room` for requests like it. Only the first waiter may
+    /// do this, so that a denied waiter is not overtaken repeatedly by cheaper ones.
     pub(super) fn widen(&self, room: u64) {
         if let Some(queue) = self.queues.queues().get_mut(&self.queue_key)
             && queue.first() == Some(self.number)
@@ -365,7 +365,8 @@ impl Waiter {
         true
     }
 
-    /// Sleeps as the first waiter until the next store call: at `until`, or earlier if units are given back.
+    /// Sleeps as the first waiter until the next store call: at `until`, after [`RECHECK`], or when units are given back, whichever is
+    /// first.
     async fn sleep_as_first(&self, until: Instant) {
         let until = until.min(Instant::now() + RECHECK);
         let Some(wake) = self.first_wake(until) else { return };

@@ -1,7 +1,7 @@
 //! Responders turn rejections into responses or errors.
 //!
-//! The crate has [`HttpResponder`], [`ErrorResponder`] and, for jobs, [`JobResponder`](crate::delay_queue::JobResponder). With the feature `grpc` it
-//! has `GrpcResponder`. The docs of the module `tollgate::http` describe the responses and their options.
+//! The crate has [`HttpResponder`], [`ErrorResponder`] and, for jobs, [`JobResponder`](crate::delay_queue::JobResponder). With the feature
+//! `grpc` it has `GrpcResponder`. The docs of the module `tollgate::http` describe the responses and their options.
 //!
 //! # Examples
 //!
@@ -151,8 +151,8 @@ where
 /// `GrpcResponder` insert the extension into rejections, but not into the responses of [`respond_to`](HttpResponder::respond_to). Your own
 /// responders, layers and handlers can insert it, too.
 ///
-/// Extensions are not sent over a connection. So rejections by locks and idempotency also have the header field `Tollgate-Rejected: true` if
-/// their status could be that of a handler. A layer in a gateway reads this field. Your own rejections may have it, too.
+/// Extensions are not sent over a connection. So rejections by locks and idempotency also have the header field `Tollgate-Rejected: true`. A
+/// layer in a gateway reads this field. Your own rejections may have it, too.
 ///
 /// ```
 /// use axum::Extension;
@@ -173,9 +173,9 @@ pub struct NotExecuted;
 ///
 /// A handler inserts it if it called another service and got no reply in time. Then an outer
 /// [`IdempotencyLayer`](crate::http::IdempotencyLayer) neither stores the response nor releases the operation, whatever the status and the
-/// [`ResponsePolicy`](crate::idempotency::ResponsePolicy). The client gets the response. The operation stays in flight until its lease expires.
-/// After that its outcome is unknown, and [`OnUnknown`](crate::idempotency::OnUnknown) applies. If a response also has [`NotExecuted`], this
-/// extension takes precedence.
+/// [`ResponsePolicy`](crate::idempotency::ResponsePolicy). The client gets the response. The operation stays in flight until its lease
+/// expires. After that its outcome is unknown, and [`OnUnknown`](crate::idempotency::OnUnknown) applies. If a response also has
+/// [`NotExecuted`], this extension takes precedence.
 ///
 /// ```
 /// use axum::Extension;
@@ -276,9 +276,9 @@ impl HttpResponder {
 
     /// Sends the client its partition key, the parameter `pk` of [`HeaderVersion::Draft10`]. Defaults to no partition key.
     ///
-    /// Requests with the same partition key share a quota. It is the first half of the HMAC-SHA-256 of the [`Key`](crate::Key) under `secret`.
-    /// So it is the same in all processes with the same secret, and the key cannot be guessed without the secret. A plain digest of an IP
-    /// address could be reversed by trying all addresses.
+    /// Requests with the same partition key share a quota. It is the first half of the HMAC-SHA-256 of the [`Key`](crate::Key) under
+    /// `secret`. So it is the same in all processes with the same secret, and the key cannot be guessed without the secret. A plain digest
+    /// of an IP address could be reversed by trying all addresses.
     ///
     /// # Panics
     ///
@@ -292,9 +292,9 @@ impl HttpResponder {
 
     /// Whether layers insert extensions into requests and responses. Defaults to true. Without extensions a request needs fewer allocations.
     ///
-    /// A rate limit inserts a [`RateLimitHandle`](crate::rate_limit::RateLimitHandle) with the [`Decision`](crate::rate_limit::Decision) into
-    /// the request, and the decision into the response. With several policies or layers, the response has the strictest decision, without the
-    /// name of its policy. The `RateLimit` field of [draft 10](HeaderVersion::Draft10) has all limits with their names. A
+    /// A rate limit inserts a [`RateLimitHandle`](crate::rate_limit::RateLimitHandle) with the [`Decision`](crate::rate_limit::Decision)
+    /// into the request, and the decision into the response. With several policies or layers, the response has the strictest decision,
+    /// without the name of its policy. The `RateLimit` field of [draft 10](HeaderVersion::Draft10) has all limits with their names. A
     /// [`LockLayer`](crate::LockLayer) inserts its [`LeaseHandle`](crate::lock::LeaseHandle) into the request.
     #[must_use]
     pub const fn extensions(mut self, extensions: bool) -> Self {

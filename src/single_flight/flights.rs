@@ -30,7 +30,8 @@ impl CallId {
 type Outcome = Result<Arc<dyn Any + Send + Sync>, SingleFlightError>;
 type Running = HashMap<CallId, Arc<watch::Sender<Option<Outcome>>>>;
 
-/// The calls of a service. When its last clone is dropped, calls in progress are cancelled.
+/// The calls of a service. Each clone of the service and each [`Waiter`] has a clone of this value. The last one cancels the calls in
+/// progress.
 #[derive(Clone, Default)]
 pub(super) struct Flights {
     running: Arc<Mutex<Running>>,

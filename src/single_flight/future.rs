@@ -23,7 +23,7 @@ type Waiting<T> = Pin<Box<dyn Future<Output = Result<T, SingleFlightError>> + Se
 pin_project! {
     #[project = StateProj]
     enum State<F, T> {
-        // The request has no key, or belongs to a call with its own key.
+        // The request has no key or principal, or a call has sent the request with the key of that call.
         Passed { #[pin] future: F },
         // The call runs in a task.
         Waiting { response: Waiting<T> },

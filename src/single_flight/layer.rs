@@ -33,7 +33,7 @@ impl<K> SingleFlightLayer<K> {
     }
 
     /// Only callers with the same principal share responses: a user, a tenant, or whatever else decides about the response. A request
-    /// without a principal calls the inner service itself.
+    /// without a principal calls the inner service directly.
     ///
     /// The principal must be checked before this layer. If callers can choose it, a caller gets the responses of another one.
     pub fn per<P>(self, principal: P) -> SingleFlightLayer<K, P> {
@@ -45,7 +45,8 @@ impl<K, P> SingleFlightLayer<K, P> {
     /// How long a shared call may take. After that it is dropped, all its callers get [`SingleFlightError::TimedOut`], and the next request
     /// with its key starts another call. Defaults to 30 seconds.
     ///
-    /// The time counts from the start of the call, and not from the arrival of a caller. A request without a key is not limited.
+    /// The time counts from the start of the call, and not from the arrival of a caller. A request without a key or principal is not
+    /// limited.
     ///
     /// [`SingleFlightError::TimedOut`]: super::SingleFlightError::TimedOut
     pub fn call_timeout(self, time: Duration) -> Self {

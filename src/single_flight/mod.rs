@@ -50,7 +50,7 @@
 //! # What the key must contain
 //!
 //! Everything that selects the response must be in the key or in the principal. Otherwise a caller gets the response to a different
-//! request. A request without a key or principal calls the inner service itself.
+//! request. A request without a key or principal calls the inner service directly, and shares nothing.
 //!
 //! # HTTP
 //!
@@ -88,9 +88,9 @@
 //!
 //! # Calls that need calls
 //!
-//! If an inner service sends a request with the key of the call that it belongs to, this request calls the inner service itself. It would
-//! otherwise wait for itself. The layer recognizes this only within the task of the call. Two calls that wait for each other are not
-//! recognized. The timeout of one of them ends both.
+//! A call may send a request with its own key through this layer. This request calls the inner service directly. Otherwise the call would
+//! wait for itself. The layer recognizes this only within the task of the call. Two calls that wait for each other are not recognized. The
+//! timeout of one of them ends both.
 //!
 //! # Cancellation
 //!

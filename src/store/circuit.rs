@@ -13,14 +13,14 @@ use crate::error::StoreError;
 /// When a layer or a client stops calling a failing store, and how often it probes the store.
 ///
 /// After a number of failures in a row the circuit opens. While it is open, store calls fail at once, so a hanging store does not cost each
-/// request its deadline. Once per interval one request is a probe, which does call the store (the circuit is half open). The first reply closes
-/// the circuit. The log has a line whenever the circuit opens or closes.
+/// request its deadline. Once per interval one request is a probe, which does call the store (the circuit is half open). The first reply
+/// closes the circuit. The log has a line whenever the circuit opens or closes.
 ///
-/// Foreign data under a key is not a failure of the store, and neither is a failing [resolver](crate::rate_limit::PolicyResolver). A store that
-/// is out of memory does not open the circuit either, because it can still read.
+/// Foreign data under a key does not open the circuit, and neither does a failing [resolver](crate::rate_limit::PolicyResolver). A store
+/// that is out of memory does not open the circuit either, because it can still read.
 ///
-/// [Shadow policies](crate::rate_limit#trying-a-limit) of a layer have a separate circuit with the same settings. If the store fails only for
-/// them, they are not counted, and the enforced policies still are.
+/// [Shadow policies](crate::rate_limit#trying-a-limit) of a layer have a separate circuit with the same settings. If the store fails only
+/// for them, they are not counted, and the enforced policies still are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CircuitBreaker {
     failures: u32,
@@ -74,8 +74,8 @@ pub(crate) trait CircuitObserver {
 /// Ignores all events.
 impl CircuitObserver for () {}
 
-/// Implements [`CircuitObserver`] for the client of a capability: it counts the events in the client's metrics, and logs them with the name of
-/// the client in a field.
+/// Implements [`CircuitObserver`] for the client of a capability: it counts the events in the client's metrics, and logs them with the name
+/// of the client in a field.
 ///
 /// A macro, since `tracing` needs the name of a field and the message at compile time.
 macro_rules! observe_circuit {
@@ -251,7 +251,7 @@ impl Circuit {
         }
     }
 
-    /// Records a failure of the store. Failures of an open circuit do not count.
+    /// Records a failure of the store. Errors of calls that the open circuit refused do not count.
     pub(crate) fn failed(&self, observer: &impl CircuitObserver, error: &StoreError) {
         if Self::is_cause_of(error) {
             return;
@@ -266,7 +266,7 @@ impl Circuit {
             self.close(observer);
         } else {
             let before = self.failures.fetch_add(1, Ordering::Relaxed);
-            // Stay far above any threshold and far below the overflow.
+            // Stay far below the overflow. A threshold above this bound, as of `CircuitBreaker::off`, is never reached.
             if before > u32::MAX / 2 {
                 self.failures.store(u32::MAX / 2, Ordering::Relaxed);
             }

@@ -14,7 +14,7 @@ use tokio::time::sleep;
 /// Notifies a waiter when to look again: see [`LockStore::watch`](crate::lock::store::LockStore::watch).
 pub struct Notifications {
     changes: SmallVec<[watch::Receiver<()>; 1]>,
-    // If `changes` has possible losses of messages too: the messages.
+    // The messages alone, if `changes` also reports possible losses of messages.
     messages: Option<watch::Receiver<()>>,
     // Ends the subscriptions when it is dropped. Declared after the receivers, so that they are not counted any more.
     keep: SmallVec<[Arc<dyn Any + Send + Sync>; 1]>,
@@ -24,13 +24,13 @@ pub struct Notifications {
 const LONGEST_LULL_US: u32 = 4_000;
 
 impl Notifications {
-    /// A notification for each message. `keep` is dropped with the last of them.
+    /// Notifies whenever `changes` changes. Dropping the notifications drops `keep`.
     #[must_use]
     pub fn new(changes: watch::Receiver<()>, keep: Arc<dyn Any + Send + Sync>) -> Self {
         Self { changes: smallvec![changes], messages: None, keep: smallvec![keep] }
     }
 
-    /// For a store whose notifications may also be possible losses of messages: `messages` changes with each message only.
+    /// For a store that also notifies of possible losses of messages: `messages` changes only with a message.
     #[must_use]
     pub fn with_messages(mut self, messages: watch::Receiver<()>) -> Self {
         self.messages = Some(messages);
@@ -43,7 +43,8 @@ impl Notifications {
         self.changes.is_empty() || self.changes.iter().any(|changes| changes.has_changed().unwrap_or(true))
     }
 
-    /// Whether there was a message since the subscription.
+    /// Whether there was a message since the subscription, or may have been one. Without [`with_messages`](Self::with_messages): since the
+    /// last call of [`next`](Self::next).
     #[must_use]
     pub fn has_message(&self) -> bool {
         let mut messages = self.messages.iter().chain(self.changes.iter().filter(|_| self.messages.is_none()));

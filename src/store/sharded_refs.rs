@@ -5,8 +5,8 @@ use std::thread::available_parallelism;
 
 /// The maximum number of slots. On larger machines more threads share a slot.
 const MAX_SLOTS: usize = 64;
-/// Threads are assigned to slots in turn. Spare slots make it unlikely that two busy threads share one, because short-lived threads take slots,
-/// too.
+/// Threads are assigned to slots in turn. Short-lived threads take slots, too, so spare slots make it unlikely that two busy threads share
+/// one.
 const SLOTS_PER_PROCESSOR: usize = 4;
 
 /// A copy of a value for each slot of threads, created on first use.

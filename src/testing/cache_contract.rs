@@ -2,7 +2,7 @@
 //! backend.
 //!
 //! A test gets a store that no other test uses, and panics if the store violates the requirement. The tests wait on tokio's clock. They
-//! acquire no time if it is paused, and up to some seconds otherwise.
+//! take no time if it is paused, and up to some seconds otherwise.
 #![allow(clippy::unwrap_used, reason = "a failed requirement panics at its line")]
 
 use std::sync::Arc;

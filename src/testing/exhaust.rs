@@ -22,7 +22,7 @@ pub async fn exhaust<B: RateLimitStore>(limiter: &Limiter<B>, key: impl Into<Key
     for _ in 0..ATTEMPTS {
         let decision = answer(limiter.peek(key).await);
         assert!(decision.outcome() != Outcome::Blocked, "cannot exhaust `{key}`: it is blocked");
-        // A quota of 0 never has units left.
+        // `remaining` is `None` for a quota of 0, which never has units left.
         let left = decision.remaining().unwrap_or(0);
         if left == 0 {
             return decision;

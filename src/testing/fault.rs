@@ -61,10 +61,10 @@ pub struct Faults {
 struct State {
     delay: Duration,
     hangs: bool,
-    loses_answers: bool,
-    fails: Option<Failure>,
-    next: Option<(u32, Failure)>,
-    some: Option<(u8, Failure)>,
+    loses_replies: bool,
+    fail_all: Option<Failure>,
+    fail_next: Option<(u32, Failure)>,
+    fail_percent: Option<(u8, Failure)>,
     // The seed of the numbers that select the calls to fail.
     seed: u64,
     calls: [u64; VERBS],
@@ -76,7 +76,7 @@ struct State {
 pub enum Failure {
     /// [`StoreError::is_unavailable`].
     Unavailable,
-    /// [`StoreError::is_timeout`], at once. [`Faults::hang`] takes the time.
+    /// [`StoreError::is_timeout`], at once. To wait for the deadline of the caller instead, use [`Faults::hang`].
     Timeout,
     /// [`StoreError::is_unauthorized`].
     Unauthorized,
@@ -114,7 +114,7 @@ pub enum Verb {
     /// `name` of a holder.
     Name,
     /// `request_release`.
-    Ask,
+    RequestRelease,
     /// `watch` of a lock, an operation, a queue or a cache entry, or `watch_release_requests`. If it fails, there are no notifications.
     Watch,
     /// `begin` of an operation.
@@ -163,23 +163,24 @@ impl Failure {
 struct Plan {
     delay: Duration,
     hangs: bool,
-    fails: Option<Failure>,
+    failure: Option<Failure>,
+    loses_reply: bool,
 }
 
 impl Faults {
     /// Makes every call fail.
     pub fn fail(&self, failure: Failure) {
-        self.state().fails = Some(failure);
+        self.state().fail_all = Some(failure);
     }
 
     /// Makes the next `calls` calls fail.
     pub fn fail_next(&self, calls: u32, failure: Failure) {
-        self.state().next = (calls > 0).then_some((calls, failure));
+        self.state().fail_next = (calls > 0).then_some((calls, failure));
     }
 
     /// Makes about `percent` of 100 calls fail. The selection looks random and is the same in each run: see [`seed`](Self::seed).
     pub fn fail_percent(&self, percent: u8, failure: Failure) {
-        self.state().some = (percent > 0).then_some((percent, failure));
+        self.state().fail_percent = (percent > 0).then_some((percent, failure));
     }
 
     /// Lets [`fail_percent`](Self::fail_percent) select other calls from now on. Defaults to 0.
@@ -194,7 +195,7 @@ impl Faults {
 
     /// Executes every call and never returns its reply. The caller cannot know whether the call had an effect.
     pub fn lose_replies(&self) {
-        self.state().loses_answers = true;
+        self.state().loses_replies = true;
     }
 
     /// Delays every call by this duration of tokio's clock.
@@ -225,29 +226,24 @@ impl Faults {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    async fn before(&self, verb: Verb) -> Result<(), StoreError> {
-        let Plan { delay, hangs, fails } = self.state().plan(verb);
+    async fn around<T>(&self, verb: Verb, call: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
+        let Plan { delay, hangs, failure, loses_reply } = self.state().plan(verb);
         if !delay.is_zero() {
             sleep(delay).await;
         }
         if hangs {
             pending::<()>().await;
         }
-        fails.map_or(Ok(()), |failure| Err(failure.error()))
-    }
-
-    async fn around<T>(&self, verb: Verb, call: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
-        self.before(verb).await?;
-        let loses_answer = self.state().loses_answers;
-        let answer = call.await;
-        if loses_answer {
+        if let Some(failure) = failure {
+            return Err(failure.error());
+        }
+        let reply = call.await;
+        if loses_reply {
             pending::<()>().await;
         }
-        answer
+        reply
     }
-}
 
-impl Faults {
     async fn watch(&self, watch: impl Future<Output = Notifications>) -> Notifications {
         let watch = async { Ok(watch.await) };
         self.around(Verb::Watch, watch).await.unwrap_or_else(|_| Notifications::none())
@@ -257,19 +253,24 @@ impl Faults {
 impl State {
     fn is_faulty(&self) -> bool {
         self.hangs
-            || self.loses_answers
+            || self.loses_replies
             || !self.delay.is_zero()
-            || self.fails.is_some()
-            || self.next.is_some()
-            || self.some.is_some()
+            || self.fail_all.is_some()
+            || self.fail_next.is_some()
+            || self.fail_percent.is_some()
     }
 
     fn plan(&mut self, verb: Verb) -> Plan {
         self.calls[verb as usize] += 1;
-        let next = self.next.map(|(_, failure)| failure);
-        self.next = self.next.and_then(|(calls, failure)| (calls > 1).then_some((calls - 1, failure)));
-        let some = self.some.filter(|(percent, _)| self.draw() < *percent).map(|(_, failure)| failure);
-        Plan { delay: self.delay, hangs: self.hangs, fails: next.or(self.fails).or(some) }
+        let next = self.fail_next.map(|(_, failure)| failure);
+        self.fail_next = self.fail_next.and_then(|(calls, failure)| (calls > 1).then_some((calls - 1, failure)));
+        let percent = self.fail_percent.filter(|(percent, _)| self.draw() < *percent).map(|(_, failure)| failure);
+        Plan {
+            delay: self.delay,
+            hangs: self.hangs,
+            failure: next.or(self.fail_all).or(percent),
+            loses_reply: self.loses_replies,
+        }
     }
 
     /// A pseudorandom number below 100 (SplitMix64).
@@ -527,7 +528,7 @@ impl<S: LockStore + Sync> LockStore for FaultStore<S> {
     }
 
     async fn request_release(&self, lock: &LockKey) -> Result<(), StoreError> {
-        self.faults.around(Verb::Ask, self.inner.request_release(lock)).await
+        self.faults.around(Verb::RequestRelease, self.inner.request_release(lock)).await
     }
 
     async fn watch_release_requests(&self, lock: &LockKey) -> Notifications {

@@ -81,6 +81,7 @@
 //! | method of [`Faults`] | effect |
 //! | --- | --- |
 //! | [`fail`](Faults::fail), [`fail_next`](Faults::fail_next), [`fail_percent`](Faults::fail_percent) | all calls, the next ones, or a share of them fail |
+//! | [`seed`](Faults::seed) | selects other calls for `fail_percent` |
 //! | [`hang`](Faults::hang) | calls never end |
 //! | [`lose_replies`](Faults::lose_replies) | calls take effect, and their replies are lost |
 //! | [`delay`](Faults::delay) | calls take this much longer |

@@ -5,8 +5,10 @@
 
 use crate::support;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
+use std::fs;
 use std::future::{Future, IntoFuture};
+use std::path::Path;
 use std::time::Duration;
 
 use futures_util::stream;
@@ -419,6 +421,24 @@ async fn use_bounds(server: &RedisServer) -> Result<(), BoxError> {
     assert!(matches!(since, Begun::Granted { .. }), "{since:?}");
     IdempotencyStore::release(&store, &operation, &attempt).await?;
     Ok(())
+}
+
+/// Some commands run only after rare faults, which the other tests do not cause.
+#[test]
+fn every_command_of_a_script_is_documented() {
+    let docs = include_str!("../../src/backend/redis/mod.rs");
+    let lua = Path::new(env!("CARGO_MANIFEST_DIR")).join("lua");
+    let files = [&lua, &lua.join("includes")].map(|folder| fs::read_dir(folder).unwrap());
+    let mut commands = BTreeSet::new();
+    for file in files.into_iter().flatten().map(|file| file.unwrap().path()).filter(|path| path.is_file()) {
+        let text = fs::read_to_string(file).unwrap();
+        let calls = text.split("call('").skip(1);
+        commands.extend(calls.map(|call| call.split('\'').next().unwrap().to_lowercase()));
+    }
+    assert!(commands.contains("zadd") && commands.contains("unlink"), "{commands:?}");
+    let is_documented = |command: &String| docs.split([' ', '`', '|', '\n']).any(|word| word == format!("+{command}"));
+    let missing: Vec<_> = commands.iter().filter(|command| !is_documented(command)).collect();
+    assert!(missing.is_empty(), "{missing:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1261,4 +1261,9 @@ async fn documented_acl_is_sufficient_for_delay_queues() {
     assert_eq!(queue.replay(10, |_| true).await.unwrap(), 1);
     assert_eq!(queue.purge().await.unwrap(), 1);
     assert_eq!(queue.counts().await.unwrap().waiting, 0);
+    queue.push("d".to_owned()).id("d").await.unwrap();
+    assert_eq!(backend.claim(&key(), &[], &worker).await.unwrap().jobs.len(), 1);
+    queue.cancel("d").await.unwrap();
+    assert_eq!(server.query::<u64>("DEL tollgate:2:{delay_queue:test}:leases"), 1);
+    backend.claim(&key(), &[], &worker).await.unwrap();
 }

@@ -3363,6 +3363,32 @@ async fn gateway_records_no_rejection_of_its_upstream() {
     }
 }
 
+/// Regression: rejections without a problem type had no header field, so a gateway that stores all responses replayed them.
+#[tokio::test]
+async fn gateway_records_no_rejection_without_a_type() {
+    for rejection in [
+        || Rejection::MissingScope,
+        || Rejection::BodyTimeout,
+        || Rejection::TooLarge { has_begun: false },
+        || Rejection::Full,
+    ] {
+        let asked = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&asked);
+        let gateway = layer(MemoryBackend::new()).response_policy(ResponsePolicy::All).layer(service_fn(
+            move |_: Request<FingerprintedBody<Stream>>| {
+                counted.fetch_add(1, Ordering::SeqCst);
+                let answer: Result<Response<IdempotentBody<Full<Bytes>>>, Infallible> =
+                    Responder::<_, Response<Full<Bytes>>, _>::reject(&HttpResponder::new(), rejection());
+                async { answer.map(received) }
+            },
+        ));
+        for _ in 0..2 {
+            assert!(!is_replay(&gateway.clone().oneshot(pay("k")).await.unwrap()));
+        }
+        assert_eq!(asked.load(Ordering::SeqCst), 2, "{}", rejection());
+    }
+}
+
 /// As above with gRPC, where handlers respond with the code of this rejection too.
 #[tokio::test]
 async fn grpc_gateway_records_no_rejection_of_its_upstream() {

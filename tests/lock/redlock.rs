@@ -121,7 +121,8 @@ async fn lease_of_all(locks: &Locks, servers: &[RedisServer]) -> Lease {
             return lease;
         }
         assert!(start.elapsed() < LONG, "some servers never grant the lease");
-        lease.release().await.unwrap();
+        // On failure the release continues in the background.
+        let _ = lease.release().await;
     }
 }
 

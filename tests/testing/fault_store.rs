@@ -149,9 +149,14 @@ async fn every_verb_of_locks_fails_and_is_counted() {
     for wakeups in [store.watch(&lock, None).await, store.watch_release_requests(&lock).await] {
         assert_eq!(format!("{wakeups:?}"), format!("{:?}", Notifications::none()));
     }
-    for (verb, calls) in
-        [(Verb::Acquire, 3), (Verb::Renew, 1), (Verb::Name, 1), (Verb::Ask, 1), (Verb::Release, 1), (Verb::Watch, 2)]
-    {
+    for (verb, calls) in [
+        (Verb::Acquire, 3),
+        (Verb::Renew, 1),
+        (Verb::Name, 1),
+        (Verb::RequestRelease, 1),
+        (Verb::Release, 1),
+        (Verb::Watch, 2),
+    ] {
         assert_eq!(faults.calls(verb), calls, "{verb:?}");
     }
     assert_eq!(faults.total_calls(), 9);

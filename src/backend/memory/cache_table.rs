@@ -14,9 +14,9 @@ use crate::cache::store::{
     CacheKey, Claim, Claimed, Content, Entry, EntryId, Mark, NewEntry, Notifications, TagGeneration, Token,
 };
 
-/// More than the number of threads that would lock shards at once.
+/// The number of shards. Threads wait for each other only if they use keys of the same shard.
 const SHARDS: usize = 16;
-/// Room for values per entry, in bytes on average.
+/// The bytes of all values in a shard are limited to its capacity in entries, times this number.
 const VALUE_SHARE: usize = 1_024;
 /// The number of entries that a full shard compares to evict one.
 const SAMPLE: usize = 8;
@@ -208,7 +208,7 @@ impl CacheTable {
         if tags.len() >= capacity && !tags.contains_key(tag) {
             tags.retain(|_, generation| now < generation.expires);
             if tags.len() >= capacity {
-                // Their entries are then loaded again.
+                // Entries with any tag are then loaded again.
                 tags.clear();
             }
         }
@@ -248,7 +248,8 @@ impl Shard {
         self.lease(key, now).is_some_and(|lease| lease.state == State::Held(*token))
     }
 
-    /// Sets a lease or a mark. If there are as many as entries may be, ended ones are removed first, and then marks.
+    /// Sets a lease or a mark. If the shard has `capacity` of them, it removes those that have ended. If that is not enough, it removes all
+    /// marks.
     fn set_lease(&mut self, key: CacheKey, lease: Lease, now: Instant) {
         if self.leases.len() >= self.capacity && !self.leases.contains_key(&key) {
             self.leases.retain(|_, lease| now < lease.ends);

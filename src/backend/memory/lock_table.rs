@@ -1,4 +1,4 @@
-//! The locks of this process.
+//! The locks of a memory backend.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,7 +20,8 @@ const SHARDS: usize = 16;
 /// After a sweep over all locks, the next one waits this long for each lock: many times as long as the sweep takes.
 const SWEEP_INTERVAL_PER_LOCK: Duration = Duration::from_nanos(200);
 
-/// The leases of this process. A lock without holder and waiter has no entry, except for expired leases that were not swept yet.
+/// The leases of one memory backend and its clones. A lock without holder and waiter has no entry, except for expired leases that were not
+/// swept yet.
 pub(super) struct LockTable {
     shards: [Mutex<Shard>; SHARDS],
     // When it was created, and that time in us by the system clock.
@@ -227,8 +228,8 @@ impl LockTable {
             }
             self.len.fetch_add(1, Ordering::Relaxed);
         }
-        // By the clock, as in Redis, so that a restarted program grants larger fences. A fence is ahead of the clock only if
-        // this shard reserved more fences than microseconds passed. Uses the clock of the leases, which is never set back.
+        // By the clock, as in Redis, so that a restarted program grants larger fences. A fence is ahead of the clock only if the floor of a
+        // claim was, or if this shard reserved more fences than microseconds passed. Uses the clock of the leases, which is never set back.
         let elapsed = now.saturating_duration_since(self.since).as_micros() as u64;
         let fence = (shard.fence + 1).max(self.since_us + elapsed).max(claim.floor() + 1);
         shard.fence = fence + u64::from(claim.fences) - 1;
@@ -327,7 +328,7 @@ impl LockTable {
         let Some(shard) = self.shards.get(shard_index) else { return page };
         let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
-        // Zero marks the start of a partition, and so its end.
+        // With a position of zero, the list of a shard begins, at the last entry.
         let start = if from.position == 0 { shard.locks.len() } else { shard.locks.len().min(from.position as usize) };
         let end = start.saturating_sub(max);
         for (lock, record) in (end..start).rev().filter_map(|index| shard.locks.get_index(index)) {

@@ -28,14 +28,15 @@ use super::replicated::{Outcome, Replicated};
 use crate::lock::store::Replicas;
 
 const SLOTS: usize = 16_384;
-/// How often a command follows MOVED and ASK at once. One migration causes one of each. After more of them, the command pauses first.
+/// How often a command follows MOVED and ASK without a pause. One migration causes one of each. After more of them, the command pauses
+/// first.
 const REDIRECTIONS: u32 = 3;
 /// The pause after TRYAGAIN, which a node returns while the keys of a script are split between two nodes. Doubles each time.
 const MIN_PAUSE: Duration = Duration::from_millis(2);
 /// The longest pause: after the migration, a call with a deadline of 100 ms should not sleep for the rest of it.
 const MAX_PAUSE: Duration = Duration::from_millis(8);
-/// How long a command on [`Purpose::Dedicated`] follows refusals. Then releases and renewals of locks try fewer keys at a time, which a
-/// node accepts.
+/// How long a command on [`Purpose::Dedicated`] or [`ReplicatedPurpose::Renewals`] follows refusals. Then releases and renewals of locks
+/// try fewer keys at a time, which a node accepts.
 const SHORT_FOLLOW_TIMEOUT: Duration = Duration::from_millis(60);
 /// How long to wait for the slot map of one node before the next node is asked.
 const MAP_TIMEOUT: Duration = Duration::from_millis(200);
@@ -171,7 +172,7 @@ impl Cluster {
 
     /// Sends a command to the node that serves the slot of a key, and waits for its reply.
     ///
-    /// The command is repeated only after a node has reported that it did not run it, and at most for the response timeout.
+    /// The command is repeated only after a node has reported that it did not run it, and at most for the `follow_timeout` of its purpose.
     pub(crate) async fn send(
         &self,
         purpose: Purpose,
@@ -261,7 +262,7 @@ impl<'a> Route<'a> {
         }
     }
 
-    /// Follows a refusal to the next node. Returns the error if the node may have run the command.
+    /// Follows a refusal to the next node. Returns the error if it names no next step, or if the time is over.
     async fn follow(&mut self, error: RedisError, stale_guard: StaleMapGuard<'_>) -> Result<(), RedisError> {
         let shared = &*self.cluster.shared;
         let (asking, address) = match (error.kind(), error.redirect_node()) {
@@ -398,8 +399,8 @@ impl Shared {
         Ok(node)
     }
 
-    /// Waits until another node serves the slot than the node that the command was sent to. Returns how long that took. After the response
-    /// timeout it keeps requesting reads of the map, since the node may be dead.
+    /// Waits for the response timeout, and then until the map names another node for the slot than the command's node. Returns how long
+    /// that took. After the response timeout it keeps requesting reads of the map, since the node may be dead.
     async fn replaced(&self, slot: u16, target: &Address) -> Duration {
         let started = Instant::now();
         let owner = || self.owner(slot).map(|node| node.address);
@@ -426,7 +427,7 @@ impl Shared {
         Ok(Node { address: address.clone(), requests, dedicated, grants, renewals })
     }
 
-    /// A pool for a seed or replica that is not among the nodes.
+    /// A pool of one connection for a seed or replica.
     fn seed_pool(&self, address: &Address) -> Result<Pool, RedisError> {
         let mut seed_pools = self.seed_pools.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(pool) = seed_pools.get(address) {
@@ -539,7 +540,7 @@ async fn read_when_stale(shared: Weak<Shared>, stale: Arc<Notify>) {
             }
         }
         if shared.map().nodes.is_empty() {
-            // Without nodes, no command can request a read.
+            // Without nodes, the reader continues even if no command requests a read.
             stale.notify_one();
         }
         drop(shared);
@@ -567,7 +568,7 @@ impl Drop for StaleMapGuard<'_> {
     }
 }
 
-/// Whether an error says that the command went to the wrong node or to none.
+/// Whether an error can mean that the map is old: the command went to the wrong node, or its node failed.
 fn is_map_error(error: &RedisError) -> bool {
     use ServerErrorKind::{Ask, BusyLoading, ClusterDown, MasterDown, Moved, ReadOnly, TryAgain};
     match error.kind() {
@@ -592,7 +593,7 @@ fn slots_command() -> Cmd {
     command
 }
 
-/// Host and port in the reply of a node. A node that does not know its own host means its address in the request.
+/// Host and port in the reply of a node. If a node does not know its own host, the host is the one that the client connected to.
 fn address(node: &Value, sender: &Address) -> Option<Address> {
     let Value::Array(node) = node else { return None };
     let [host, Value::Int(port), ..] = &**node else { return None };

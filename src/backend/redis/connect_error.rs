@@ -26,7 +26,7 @@ pub(crate) struct Attempt {
 }
 
 impl Attempt {
-    /// Turns the first failure to connect into an error for the user.
+    /// Turns a failure to connect at startup into an error for the user.
     pub(crate) async fn failed(&self, error: RedisError) -> ConnectError {
         let peer = peer_of(&error).unwrap_or(&self.peer).clone();
         let error = inner(&error).clone();

@@ -7,7 +7,7 @@ use redis::ConnectionAddr;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-/// The longest time for each of the two requests.
+/// The longest time for one request.
 const MAX_EXCHANGE_TIME: Duration = Duration::from_millis(500);
 /// More than the certificates of any server.
 const MAX_REPLY_LENGTH: usize = 64 * 1_024;
@@ -23,7 +23,7 @@ pub(crate) enum Protocol {
     },
 }
 
-/// Sends two requests without credentials, each over its own connection: first in plain text, then in TLS.
+/// Sends `PING` in plain text. If the reply is unclear, sends a TLS ClientHello over another connection. Neither request has credentials.
 pub(crate) async fn diagnose(address: &ConnectionAddr, time_limit: Duration) -> Option<Protocol> {
     let (ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. }) = address else { return None };
     let time_limit = time_limit.min(MAX_EXCHANGE_TIME);
@@ -34,7 +34,7 @@ pub(crate) async fn diagnose(address: &ConnectionAddr, time_limit: Duration) -> 
         _ => {}
     }
     let tls = exchange_bytes((host, *port), CLIENT_HELLO, time_limit, is_complete).await;
-    // An HTTP server may wait for the end of a line, which this request contains.
+    // An HTTP server that has not replied to `PING` may reply to the bytes of the ClientHello, which include a line feed.
     if tls.starts_with(b"HTTP/") {
         return Some(Protocol::Http);
     }

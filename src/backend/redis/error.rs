@@ -19,12 +19,12 @@ pub(crate) fn is_from_replica(error: &RedisError) -> bool {
     matches!(code(error), Some("READONLY" | "MASTERDOWN" | "UNBLOCKED")) || is_wait_at_replica(error)
 }
 
-/// The error for a WAIT that arrives after the server has become a replica. A WAIT in progress ends with UNBLOCKED.
+/// Whether this is the error for a WAIT that arrives after the server has become a replica. A WAIT in progress ends with UNBLOCKED.
 fn is_wait_at_replica(error: &RedisError) -> bool {
     error.detail().is_some_and(|detail| detail.contains("WAIT cannot be used with replica instances"))
 }
 
-/// Marks an error as a failure before the command was sent, whatever the server replied to the attempt to connect.
+/// Marks an error as a failure without any effect: the command was not sent, or a node refused to run it.
 pub(crate) fn unsent(error: RedisError) -> RedisError {
     io::Error::new(io::ErrorKind::NotConnected, Unsent(error)).into()
 }
@@ -149,7 +149,7 @@ pub(crate) fn is_full(error: &RedisError) -> bool {
     error.detail().is_some_and(|detail| detail.contains("max number of clients"))
 }
 
-/// Whether a server is still loading its data, from disk or from its primary. Until it has, it runs no script.
+/// Whether a server is still loading its data, from disk or from its primary. Meanwhile, the server runs no script.
 pub(crate) fn is_loading(error: &RedisError) -> bool {
     error.kind() == ErrorKind::Server(ServerErrorKind::BusyLoading)
 }
@@ -212,7 +212,7 @@ pub(crate) fn code(error: &RedisError) -> Option<&str> {
     Some(inner.unwrap_or(code))
 }
 
-/// The server replied, but not with a reply of the script.
+/// The server replied, but not in the form that the script or command returns.
 pub(crate) fn unexpected_reply(reply: &Value) -> StoreError {
     StoreError::other(UnexpectedReply(format!("{reply:?}").chars().take(200).collect()))
 }
@@ -222,7 +222,7 @@ struct UnexpectedReply(String);
 
 impl fmt::Display for UnexpectedReply {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "unexpected reply of a script: {}", self.0)
+        write!(f, "unexpected reply of redis: {}", self.0)
     }
 }
 

@@ -1,4 +1,5 @@
-//! The names of all keys and channels in Redis. No other module composes them.
+//! The names of all keys and channels in Redis. No other module composes them, except the channels of workers: the stores and scripts
+//! append the ID of a worker.
 
 use std::borrow::Cow;
 
@@ -44,7 +45,7 @@ impl Keys {
         Self { root: format!("{}:{LAYOUT}:", Key::new(prefix)) }
     }
 
-    /// The key for the script that tests the permissions at startup. No value is ever stored there.
+    /// The key for the script that tests the permissions at startup. The script leaves no value there.
     pub(crate) fn probe(&self) -> String {
         [&self.root, "{probe}"].concat()
     }
@@ -69,14 +70,14 @@ impl Keys {
         keys
     }
 
-    /// The key of the counts: the first of them, and the only one without sliding logs.
+    /// The key of the counts: the first key of [`rate_limit`](Self::rate_limit), and the only key of a policy without sliding logs.
     pub(crate) fn counts(&self, policy: &Policy, key: &Key) -> String {
         let mut key = self.counting(policy, key);
         key.push_str("counts");
         key
     }
 
-    /// The prefix of these keys, with capacity for the rest of most of them.
+    /// The common prefix of these keys. The string has capacity for most of their endings.
     fn counting(&self, policy: &Policy, key: &Key) -> String {
         let (name, key, shape) = (policy.name(), key.as_str(), policy.shape());
         let mut text = String::with_capacity(self.root.len() + name.len() + key.len() + shape.len() + 48);
@@ -93,7 +94,7 @@ impl Keys {
 
     /// `<prefix>:2:{idempotency:<part>}:<scope>:<key>:record`.
     ///
-    /// The part, one of 64, determines the slot on a cluster. So the set of a caller's records in a part can be in the slot of the record.
+    /// The part, one of 64, determines the slot on a cluster. So a record and the set of its caller's records share a slot.
     pub(crate) fn idempotency(&self, operation: &Operation) -> String {
         self.operation(operation, "record")
     }

@@ -1,4 +1,4 @@
-//! The connections that only locks use.
+//! The connections that do not serve ordinary requests: dedicated, replicated and subscribing ones.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -8,11 +8,11 @@ use super::connection::runtime::RuntimeHandle;
 use super::connection::subscriber::Subscriber;
 use super::topology::{ReplicatedServers, Servers};
 
-/// The connections that only locks use, opened on demand.
+/// The connections that do not serve ordinary requests, opened on demand.
 pub(crate) struct LockConnections {
     // Renewals, releases and related calls do not wait behind requests.
     pub(super) own: Servers,
-    // For replicated leases: when they are granted and renewed.
+    // For replicated leases: the first for grants, the second for renewals.
     pub(super) replicated: [ReplicatedServers; 2],
     // The timeout of a reply.
     response_timeout: Duration,

@@ -73,19 +73,19 @@
 //!
 //! # Batching
 //!
-//! With at most 8 checks in flight, each check is a call of its own and is sent at once. With more, or within 200 µs after a batch,
-//! new checks wait until one of a few calls returns, and are then sent in one script. The longer the round trip, the more of these
-//! calls are in flight. The script charges or denies each check separately, so batching is exact, and costs Redis less than half
-//! the work. Each batch takes a part of the pending checks, so Redis works on one batch while the reply to another travels.
-//! Clusters do not batch, because two keys hardly ever share a slot. Lock acquisitions and releases at the same time are batched,
-//! too; each is granted, refused or released separately. An acquisition and its release then cost Redis about half of the two
-//! separate calls.
+//! With at most 8 checks in flight, each check is a call of its own and is sent at once. With more, or within 200 µs after a batch, new
+//! checks share a call of one script. The call waits for a return only if a few such calls are already in flight. The longer the round
+//! trip, the more of these calls are in flight. The script charges or denies each check separately, so batching is exact, and costs Redis
+//! less than half the work. Each batch takes a part of the pending checks, so Redis works on one batch while the reply to another travels.
+//! On a cluster, checks and locks are not batched, because two keys hardly ever share a slot. Lock acquisitions and releases at the same
+//! time are batched, too; each is granted, refused or released separately. An acquisition and its release then cost Redis about half of the
+//! two separate calls.
 //!
-//! The first lock or operation opens a dedicated connection for renewals, releases and lock batches, which must not queue behind
-//! checks. So does the first load of a cache whose lease is renewed. The first waiter opens a connection for subscriptions, which
-//! notifies waiters of released locks, completed operations and loaded values. WAIT blocks its connection, so locks that require
-//! replication use separate connections, and so do their renewals. Each replica count has as many as there are `connections`, at
-//! most 16. Simultaneous calls share one WAIT, so one or two connections are enough while the replicas are healthy.
+//! The first renewal, release or lock batch opens a dedicated connection for these calls, which must not queue behind checks. Renewals
+//! include those of operations, loads of caches and running jobs. The first waiter opens a connection for subscriptions, which notifies
+//! waiters of released locks, completed operations and loaded values. WAIT blocks its connection, so locks that require replication use
+//! separate connections, and so do their renewals. Each replica count has as many as there are `connections`, at most 16. Simultaneous
+//! calls share one WAIT, so one or two connections are enough while the replicas are healthy.
 //!
 //! A backend that was opened [from a pool](RedisBackend::from_pool) cannot subscribe. Waiters for a lock or an operation then poll once a
 //! second, waiters for a cached value twice a second, and queue workers at least every 5 s.
@@ -103,10 +103,11 @@
 //! | tag of cached values | `<prefix>:2:{cache:<cache>:<tag>}:generation` | |
 //! | exists filter | `<prefix>:2:{cache_filter:<filter>}:versions` | one or two versions `...:bits:<version>` |
 //!
-//! On a cluster, the braces keep all keys of one rate-limit key, lock, queue or filter in one slot. Every key has a time to live. Two versions
-//! of Tollgate can share one Redis, for example during a rolling deploy, if two conditions hold. The number after the prefix is the
-//! same, and the changelog lists no other incompatibility under *Data format*. Values have format numbers: a version that reads
-//! an unknown number fails with a store error. Until 0.1 is published, formats may change at any time.
+//! On a cluster, the braces keep all keys of one rate-limit key, lock, queue or filter in one slot. Every key has a time to live. Two
+//! versions of Tollgate can share one Redis, for example during a rolling deploy, if two conditions hold. The number after the prefix is
+//! the same, and the changelog lists no other incompatibility under *Data format*. Values have format numbers: a version that reads an
+//! unknown number fails with a store error. A cached value with an unknown number is loaded again. Until 0.1 is published, formats may
+//! change at any time.
 //!
 //! # Servers
 //!
@@ -144,7 +145,7 @@
 //!
 //! # Metrics
 //!
-//! With the feature `metrics`. Install the recorder before the first wait for a lock, an operation or a job:
+//! With the feature `metrics`. Install the recorder before the first wait for a lock, an operation, a cached value or a job:
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
@@ -222,7 +223,7 @@ pub use ::bb8_redis;
 /// last clone is dropped.
 ///
 /// Create the backend in a runtime that outlives it. Calls may come from other runtimes, but connections are opened and failovers are
-/// followed in this one. After it has ended, the next call opens new connections in its own runtime.
+/// followed in this one. After this runtime has ended, the next call opens new connections in the runtime of its caller.
 #[derive(Clone)]
 pub struct RedisBackend {
     inner: Arc<Inner>,

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use crate::error::ConfigError;
 
-/// All of them are opened at startup, and a server accepts 10,000 clients by default.
+/// The largest number of connections to one server. Without a cluster, all of them are opened at startup, and a server accepts 10,000
+/// clients by default.
 const MAX_CONNECTIONS: u32 = 1_024;
 
 pub(crate) const fn check_connections(connections: u32) -> Result<(), ConfigError> {

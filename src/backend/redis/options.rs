@@ -75,8 +75,8 @@ enum Origin {
     Pool(bb8::Pool<RedisConnectionManager>),
 }
 
-/// All callers share the connections, and the server has one thread for all of them, so a few are enough. Not 4, the number of full
-/// [batches](super::batch::check) in flight: with 256 checks in flight, that made a sixth fewer checks than 3 or 5 connections.
+/// All callers share the connections, and the server has one thread for all of them, so a few are enough. With 256 checks in flight, 4
+/// connections had a sixth less throughput than 3 or 5. 4 is also the number of full [batches](super::batch::check) in flight.
 const DEFAULT_CONNECTIONS: u32 = 3;
 
 impl RedisOptions {
@@ -88,8 +88,8 @@ impl RedisOptions {
     /// # Errors
     ///
     /// [`ConfigError::InvalidUrl`], [`ConfigError::UnknownScheme`] or [`ConfigError::FeatureMissing`], and for parameters out of range
-    /// [`ConfigError::ConnectionsOutOfRange`] or [`ConfigError::ZeroTimeout`]. The errors never contain a user name or a password. Does
-    /// not contact a server.
+    /// [`ConfigError::ConnectionsOutOfRange`] or [`ConfigError::ZeroTimeout`]. The errors never contain a password that is
+    /// encoded as URLs require. Does not contact a server.
     pub fn from_url(url: impl AsRef<str>) -> Result<Self, ConfigError> {
         let (target, parameters) = Target::parse(url.as_ref())?;
         let options = Self::new(Origin::Target(Box::new(target)));
@@ -190,10 +190,11 @@ impl RedisOptions {
 
     /// Whether [`connect`](Self::connect) returns a backend while Redis is down, so that your program can start. Defaults to `false`.
     ///
-    /// Until Redis replies, each call fails as in an outage, so [`RateLimitFallback`](crate::RateLimitFallback) applies. By default each process
-    /// enforces its rate limits locally, and locks and idempotency reject requests. Connections are opened by the first calls; on a
-    /// cluster, the client keeps looking for nodes in the background. If the server then turns out to be unsupported, the calls fail
-    /// with that error. The warning about eviction is not logged.
+    /// Until Redis replies, each call fails as in an outage, so [`RateLimitFallback`](crate::RateLimitFallback) applies. By default each
+    /// process enforces its rate limits locally, and locks and idempotency reject requests. Without a cluster, the client tries to open
+    /// connections in the background at once, and again for later calls. On a cluster, the client keeps looking for nodes in the
+    /// background. No check of the server follows: if the server is unsupported, calls fail with a store error. The warning about eviction
+    /// is not logged.
     ///
     /// Tolerated, with a warning in the log, are only these failures: no server replies, a server cannot serve yet, or it has no room for
     /// another client. These remain errors:
@@ -209,15 +210,15 @@ impl RedisOptions {
         self
     }
 
-    /// Connects, and checks the login and the permission to run scripts. If the user may run `INFO`, it also checks the version of the
-    /// server, and logs a warning if `maxmemory-policy` can evict keys.
+    /// Connects, and checks the login and the permissions that every user needs. If the user may run `INFO`, it also checks the version of
+    /// the server, and logs a warning if `maxmemory-policy` can evict keys.
     ///
     /// On a cluster, `connect` opens connections to all nodes that serve slots, at the addresses that they announce. It fails if all nodes
-    /// fail, or if one node fails because of its certificate or the credentials. The error names the address and the remedy. If only
-    /// some nodes are down, the log has a warning for each.
+    /// fail, or if one node fails because of a mistake that waiting cannot end, such as its certificate or the credentials. The error names
+    /// the address and the remedy. If only some nodes are down, the log has a warning for each.
     ///
-    /// If the cause of a failure is unclear, two more connections find out whether the server speaks Redis, TLS or HTTP. Each takes at
-    /// most 0.5 s, and sends no credentials.
+    /// If the cause of a failure is unclear, one or two more connections find out whether the server speaks Redis, TLS or HTTP. Each takes
+    /// at most 0.5 s, and sends no credentials.
     ///
     /// # Errors
     ///
@@ -471,7 +472,7 @@ fn address(address: &ConnectionAddr) -> Option<Address> {
     }
 }
 
-/// The client library rejects the settings.
+/// The error for settings that the client library rejects: only a certificate can be the cause.
 fn invalid_certificate(error: &RedisError) -> ConfigError {
     ConfigError::InvalidCertificate { reason: error.to_string() }
 }

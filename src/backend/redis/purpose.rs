@@ -3,9 +3,9 @@
 /// What connections are for.
 #[derive(Clone, Copy)]
 pub(crate) enum Purpose {
-    /// Calls of requests.
+    /// Ordinary calls, such as checks and reads of caches.
     Requests,
-    /// Calls that must not queue behind those of requests.
+    /// Renewals, releases and other calls that must not queue behind ordinary calls.
     Dedicated,
 }
 

@@ -97,7 +97,7 @@ impl Replicated {
         is_granted: fn(&Value) -> bool,
     ) -> Result<Outcome, RedisError> {
         let Replicas { count, within } = replicas;
-        // The server has to reply before the caller's timeout.
+        // The waits for a connection and for replicas must both end within the response timeout.
         let within = within.min(self.0.options.response / 2);
         let until = Instant::now() + within;
         let pending = |reply| Pending { command: command.clone(), asking, is_granted, count, within, until, reply };
@@ -107,7 +107,7 @@ impl Replicated {
             Some(Err(_)) => {
                 Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the runtime of the connection has ended").into())
             }
-            // The wait queue is too long for the deadline.
+            // Too many calls are queued.
             None => dedicated.refusal(within),
         }
     }
@@ -130,7 +130,7 @@ impl Shared {
     }
 }
 
-/// Connections that one batch at a time uses.
+/// Connections, each for one batch at a time.
 struct DedicatedConnections {
     idle: Mutex<Vec<Pool>>,
     permits: Semaphore,
@@ -199,7 +199,8 @@ impl Drop for DedicatedConnection<'_> {
     }
 }
 
-/// Sends a batch, and notifies each caller. Returns whether the server and the replicas replied.
+/// Sends a batch, and notifies each caller. Returns whether the server replied, and whether enough replicas have the grants, if there are
+/// any.
 async fn send_batch(dedicated: Arc<DedicatedConnections>, batch: Vec<Pending>) -> bool {
     let Some(until) = batch.iter().map(|pending| pending.until).max() else { return false };
     let Some(reserved) = dedicated.take(until).await else {

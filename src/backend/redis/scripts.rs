@@ -337,7 +337,7 @@ impl Scripts {
         }
     }
 
-    /// Acquires a lock with a wait queue, for a claim that joins or respects the queue.
+    /// Acquires a lock for a claim that joins or respects the wait queue, or for a read/write lock.
     pub(crate) async fn lock_queue(
         &self,
         way: Delivery<'_>,
@@ -579,7 +579,8 @@ impl Scripts {
         self.cache_filter_allocate.call(servers, &[bits], args).await
     }
 
-    /// Keys: the versions, the new version, and the previous unfinished version. A missing one is replaced by the versions.
+    /// Keys: of the versions, the new version, and the previous unfinished version. For a version that does not exist, the caller passes
+    /// the key of the versions.
     pub(crate) async fn cache_filter_begin(
         &self,
         servers: &Servers,
@@ -590,7 +591,8 @@ impl Scripts {
         self.cache_filter_begin.call(servers, &keys, (seen, start, keep_versions_ms(ttl))).await
     }
 
-    /// Keys: the versions, the active version, and the unfinished version. A missing one is replaced by the versions.
+    /// Keys: of the versions, the active version, and the unfinished version. For a version that does not exist, the caller passes the key
+    /// of the versions.
     pub(crate) async fn cache_filter_add(
         &self,
         servers: &Servers,
@@ -604,7 +606,8 @@ impl Scripts {
         self.cache_filter_add.call(servers, &keys, (seen, active.as_slice(), building.as_slice(), times)).await
     }
 
-    /// Keys: the versions, the unfinished version, and the active version. A missing one is replaced by the versions.
+    /// Keys: of the versions, the unfinished version, and the active version. For a version that does not exist, the caller passes the key
+    /// of the versions.
     pub(crate) async fn cache_filter_end(
         &self,
         servers: &Servers,
@@ -725,7 +728,7 @@ fn encode_tags(tags: &[TagGeneration]) -> Vec<u8> {
 }
 
 /// The command for notifications. A cluster sends each PUBLISH to all of its nodes.
-const fn publish(servers: &Servers) -> &'static str {
+pub(crate) const fn publish(servers: &Servers) -> &'static str {
     if servers.is_cluster() { "SPUBLISH" } else { "PUBLISH" }
 }
 
@@ -790,7 +793,7 @@ fn encode_claim(claim: &Claim, floor: u64) -> [u8; 40] {
 
 /// The reply of a script whose writes may have to reach replicas.
 pub(crate) enum Reply {
-    /// Enough replicas have the writes, or there were none.
+    /// Enough replicas have the writes, or the call needed none: it granted nothing, or requires no replication.
     Replied(Value),
     /// Only this number of replicas have the writes.
     Insufficient(u32),

@@ -28,7 +28,8 @@ const ANNOUNCEMENTS: [&str; 2] = ["+promoted-slave", "+switch-master"];
 /// How often to query the Sentinels without an announcement. A primary that is replaced while it is up accepts writes for seconds, until
 /// a Sentinel makes it a replica, and all of these are lost.
 const POLL_INTERVAL: Duration = Duration::from_millis(400);
-/// The longest query. Without this bound, the recovery of a hanging Sentinel would be noticed too late.
+/// The largest connect timeout that counts for the query timeout, which is four fifths of it. Without this bound, the recovery of a hanging
+/// Sentinel would be noticed too late.
 const MAX_QUERY_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long to wait for the other Sentinels after the first reply: a hanging Sentinel should not cost the whole connect timeout.
 const STRAGGLER_TIMEOUT: Duration = Duration::from_millis(200);
@@ -42,7 +43,8 @@ pub(crate) struct Sentinels {
     sentinels: Vec<Arc<Sentinel>>,
     open: Opener,
     config: AsyncConnectionConfig,
-    // The timeout for queries that have to connect first. It leaves time to use the replies of the other Sentinels.
+    // How long the queries of all Sentinels may take together after one of them has failed. It leaves time to use the replies of the other
+    // Sentinels.
     query_timeout: Duration,
     connect_timeout: Duration,
     term_number: watch::Sender<u64>,
@@ -118,7 +120,7 @@ impl PrimaryTracker {
             // Sentinels that know only older primaries are isolated.
             Some(known) if first.epoch < known.epoch && !is_unanimous => false,
             Some(known) if is_named(&known.primary) => {
-                // An isolated Sentinel named the unconfirmed primary, unless it is newer, or another name of the current primary.
+                // If the unconfirmed primary is neither newer nor another name of the current primary, an isolated Sentinel named it.
                 let is_settled = |unconfirmed: &mut Announcement| unconfirmed.epoch <= first.epoch || is_unanimous;
                 self.unconfirmed.take_if(is_settled).is_some_and(|unconfirmed| !is_named(&unconfirmed.primary))
             }
@@ -178,7 +180,7 @@ impl Sentinel {
     }
 }
 
-/// Whether an announcement is about a service. It contains the name alone, or after the server.
+/// Whether an announcement is about a service. The name of the service is one of its words: the first, or after the promoted server.
 fn is_about(event: &Value, service: &str) -> bool {
     matches!(event, Value::BulkString(event) if event.split(|byte| *byte == b' ').any(|word| word == service.as_bytes()))
 }
@@ -382,7 +384,8 @@ async fn watch_primary(
         let (replies, _) = timeout(query_timeout + STRAGGLER_TIMEOUT, queries).await.unwrap_or_default();
         let newest = newest(&replies);
         if let Some(first) = newest.first() {
-            // If all Sentinels reply, and none knows the current primary, an operator has told them to monitor another one.
+            // If all Sentinels name the same primary, it counts whatever its epoch: an operator may have told them to monitor another
+            // server.
             let is_unanimous =
                 replies.len() == sentinels.len() && replies.iter().all(|reply| reply.primary == first.primary);
             let mut tracker = lock(&tracker);

@@ -13,7 +13,7 @@ use crate::error::{ConnectError, StoreError};
 /// The oldest release with all commands that the scripts use.
 const OLDEST: (u32, u32) = (6, 2);
 
-/// Runs a script that writes nothing and reports missing permissions. Then reads `INFO`, if the user may run it.
+/// Runs a script that reports missing permissions and leaves nothing behind. Then reads `INFO`, if the user may run it.
 pub(crate) async fn probe(servers: &Servers, peer: &Peer, keys: &Keys, script: &LuaScript) -> Result<(), ConnectError> {
     let key = keys.probe();
     match script.run_and_verify(servers, &key, &"").await {

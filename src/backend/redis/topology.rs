@@ -55,7 +55,8 @@ impl Servers {
         self.exchange(key, command, None).await
     }
 
-    /// Like [`send`](Self::send), with another timeout.
+    /// Like [`send`](Self::send), with an optional timeout. After the default timeout, a call with a timeout fails as soon as another
+    /// server has taken over.
     pub(crate) async fn exchange(
         &self,
         key: &str,
@@ -110,8 +111,8 @@ impl Servers {
 }
 
 impl Delivery<'_> {
-    /// Sends a command to the server of a key, and waits for its reply. If `is_granted` is true for the reply, also waits until the
-    /// replicas have the writes.
+    /// Sends a command to the server of a key, and waits for its reply. With [`Delivery::Replicated`], also waits until the replicas have
+    /// the writes if `is_granted` is true for the reply.
     pub(crate) async fn exchange(
         self,
         key: &str,

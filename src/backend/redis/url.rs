@@ -28,8 +28,7 @@ pub(crate) enum Target {
 impl Target {
     /// Parses a URL into its servers and its parameters. Every scheme accepts the same parameters.
     pub(crate) fn parse(url: &str) -> Result<(Self, Parameters), ConfigError> {
-        let (scheme, rest) =
-            url.split_once(':').ok_or_else(|| ConfigError::invalid_url("it has no scheme such as `redis:`"))?;
+        let (scheme, rest) = url.split_once(':').ok_or_else(ConfigError::no_scheme)?;
         if rest.ends_with("#insecure") {
             return Err(ConfigError::invalid_url(
                 "`#insecure` would accept any certificate; give the authority of your server to `RedisOptions::ca_certificate` instead",
@@ -43,7 +42,7 @@ impl Target {
             ("rediss" | "valkeys", None | Some("sentinel" | "cluster")) => {
                 return Err(ConfigError::FeatureMissing { feature: "tls" });
             }
-            _ => return Err(unknown(scheme)),
+            _ => return Err(ConfigError::unknown_scheme(scheme)),
         };
         if rest.contains('#') {
             return Err(ConfigError::invalid_url(
@@ -195,11 +194,6 @@ fn reason(error: &redis::RedisError) -> String {
     text.split_once(" - ").map_or(text.as_str(), |(sentence, _)| sentence).to_owned()
 }
 
-fn unknown(scheme: &str) -> ConfigError {
-    // Escaped and truncated, since any text may precede the first colon.
-    ConfigError::UnknownScheme { scheme: scheme.escape_debug().take(32).collect() }
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
@@ -292,6 +286,8 @@ mod tests {
             "redis://:hunter2@h/0?pass=other",
             "redis://hunter2:x@h/0?user=other",
             "redis://:hunter2@h/-1",
+            "hunter2@h:6379",
+            ":hunter2@h:6379",
         ] {
             let error = Target::parse(url).err().unwrap_or_else(|| panic!("{url} should be refused"));
             let ConfigError::InvalidUrl { reason } = &error else { panic!("{url}: {error:?}") };

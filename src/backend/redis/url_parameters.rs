@@ -8,7 +8,7 @@ use redis::{ProtocolVersion, RedisConnectionInfo};
 use super::option_checks::{check_connections, check_timeout};
 use crate::error::ConfigError;
 
-/// In the order of the documentation.
+/// All parameters, for error messages.
 const KNOWN: &str = "user, pass, protocol, db, prefix, connections, connect_timeout, response_timeout";
 
 /// The values of the parameters. A missing parameter is `None`.

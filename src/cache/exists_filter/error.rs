@@ -3,7 +3,7 @@ use std::fmt;
 
 use crate::error::{BoxError, StoreError};
 
-/// Why a filter was not built. The filter before is still in use.
+/// Why a filter was not built. Usually the previous filter is still in use: see [`Lost`](Self::Lost) and [`Store`](Self::Store).
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum ExistsFilterError {
@@ -29,7 +29,7 @@ pub enum ExistsFilterError {
     Keys(BoxError),
     /// Another rebuild of this filter began later, or ended first.
     Superseded,
-    /// The store has lost the new version, for instance by an eviction.
+    /// The store has lost the new version, for instance by an eviction. If the ids of the versions are lost too, no filter is in use.
     Lost,
     /// The store failed. If the last call failed, the new version may be in use.
     Store(StoreError),

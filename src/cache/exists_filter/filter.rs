@@ -32,7 +32,7 @@ pub struct ExistsFilter {
 
 impl ExistsFilter {
     const TTLS: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(365 * 86_400));
-    /// A longer pause would use up much of the time for which a version is kept without its builder.
+    /// The store keeps a new version for one hour after the last call of its builder. A longer pause would use up much of this hour.
     const MAX_VISIBLE_WITHIN: Duration = Duration::from_secs(600);
     /// How often an addition is repeated if builds begin or end meanwhile.
     const ATTEMPTS: usize = 8;
@@ -44,8 +44,8 @@ impl ExistsFilter {
         Self { client: StoreClient::new(Arc::new(store), name.into(), capacity), local: None }
     }
 
-    /// The part of absent keys that the filter may contain once it has `capacity` keys, from 0.000001 to 0.5. Used by the next rebuild.
-    /// Defaults to 0.01.
+    /// The part of absent keys that are false positives once the filter has `capacity` keys, from 0.000001 to 0.5. Used by the next
+    /// rebuild. Defaults to 0.01.
     #[must_use]
     pub fn error_rate(mut self, error_rate: f64) -> Self {
         self.client.settings.error_rate = error_rate;
@@ -85,11 +85,12 @@ impl ExistsFilter {
 
     /// Keeps a copy of the filter in this process too, and tests keys without a call of the store. By default, and with zero, there is none.
     ///
-    /// No test uses a copy that is older than `max_age`, or than a year. So for up to `max_age`, this process may exclude a key that another process has
-    /// added. Keys that it adds itself are in its copy at once. Set `max_age` to a time for which a new row may seem absent.
+    /// No test uses a copy that is older than `max_age`, or than a year. So for up to `max_age`, this process may exclude a key that
+    /// another process has added. Keys that it adds itself are in its copy at once. Set `max_age` to a time for which a new row may seem
+    /// absent.
     ///
-    /// While the filter is tested, a task looks whether it has changed, twice in each `max_age`, or four times per second if that is less.
-    /// If so, it reads the whole filter: 1.3 MB for a million keys. A filter of more than 16 MiB has no copy. During a refresh, the process
+    /// While keys are tested, a task looks whether the filter has changed: twice in each `max_age`, but at most four times per second. If
+    /// so, it reads the whole filter: 1.3 MB for a million keys. A filter of more than 16 MiB has no copy. During a refresh, the process
     /// has two. Clones of this filter share the copy, and the last one ends the task.
     #[must_use]
     pub fn local_copy(mut self, max_age: Duration) -> Self {
@@ -126,8 +127,9 @@ impl ExistsFilter {
 
     /// Whether the key may exist. False means that it was not added since the last rebuild.
     ///
-    /// True for every key if there is no filter: before the first rebuild, after its ttl, and if the store has evicted or damaged it. Also true
-    /// if the store takes longer than one second: the filter may have changed meanwhile.
+    /// True for every key if there is no filter: before the first rebuild, after the [`ttl`](Self::ttl), and if the store has evicted the
+    /// filter or the data is damaged. Also true if the reply comes more than one second after this process has read the ids of the
+    /// versions: the filter may have changed meanwhile.
     ///
     /// # Errors
     ///
@@ -172,8 +174,9 @@ impl ExistsFilter {
 
     /// Adds a key. Call it before the row of the key becomes visible to others, for instance before you commit its transaction.
     ///
-    /// During a rebuild, the key is added to both versions. Without a filter, nothing is added: the next rebuild reads the key. The first
-    /// addition without a filter takes 1.25 seconds: if the store has just evicted it, other processes may use it for another second.
+    /// During a rebuild, the key is added to both versions. Without a filter, nothing is added: the next rebuild reads the key. On Redis,
+    /// the first addition without a filter takes 1.25 seconds: if Redis has just evicted the filter, other processes may use it for another
+    /// second.
     ///
     /// If the absence of the key is cached, it stays so: [invalidate](crate::Cache::invalidate) the key after the commit, or
     /// [store](crate::Cache::set) the new value.

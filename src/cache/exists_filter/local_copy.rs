@@ -34,9 +34,9 @@ struct State(RwLock<Copies>);
 #[derive(Default)]
 struct Copies {
     used: Option<Current>,
-    // While it is read. It gets the additions of this process too.
+    // The copy that the task is reading. Additions of this process go to this copy too.
     loading: Option<Bits>,
-    // `None` for at once.
+    // When the next refresh is due. `None`: at once.
     refresh: Option<Instant>,
     is_warned: bool,
 }

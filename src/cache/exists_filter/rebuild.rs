@@ -15,7 +15,7 @@ use super::store_client::{LOSS_PAUSE, StoreClient};
 use crate::error::{BoxError, StoreError};
 use crate::key::Key;
 
-/// How often a failed call is repeated. A build takes minutes, so a short outage must not end it.
+/// The largest number of attempts of a call. A build takes minutes, so a short outage must not end the build.
 const ATTEMPTS: u32 = 5;
 const PAUSE: Duration = Duration::from_millis(200);
 
@@ -49,10 +49,10 @@ impl Rebuild<'_> {
         if self.end(&ids, true).await? { Ok(count) } else { Err(self.why_refused(&ids).await) }
     }
 
-    /// Creates the version in steps, none of which takes the store long.
+    /// Creates the version in steps of at most [`ALLOCATION_STEP`] bytes.
     async fn allocate(&self, version: &Token, layout: &Layout) -> Result<(), ExistsFilterError> {
         let StoreClient { store, filter, .. } = self.client;
-        // Further ones if the store loses it.
+        // Twice the necessary steps, since the store may lose the version meanwhile.
         let steps = 2 * (layout.bytes() / ALLOCATION_STEP as u64 + 2);
         for _ in 0..steps {
             if self.persist(|| store.allocate(filter, version, layout)).await? {
@@ -77,7 +77,8 @@ impl Rebuild<'_> {
         Err(ExistsFilterError::Superseded)
     }
 
-    /// Waits until no process uses versions whose ids the store may have lost. Additions go only to the new version, and do not wait any more.
+    /// Waits until no process uses versions whose ids the store may have lost. After the build has begun, additions go only to the new
+    /// version, and do not wait.
     async fn outlast_lost_ids(&self) -> Result<(), StoreError> {
         let StoreClient { store, filter, settings, .. } = self.client;
         let (none, nothing) = (VersionIds::default(), NewBits::added(Vec::new(), Vec::new(), settings.ttl));

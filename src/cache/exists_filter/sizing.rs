@@ -5,7 +5,7 @@ use super::layout::Layout;
 
 /// The smallest and the largest rate of false positives.
 const ERROR_RATES: (f64, f64) = (0.000_001, 0.5);
-/// With more keys per block than this, nearly all keys are false positives.
+/// With more keys per block than this, the rate of false positives is larger than 0.7, and so than every allowed rate.
 const MAX_LOAD: f64 = 100.0;
 /// More than the number of keys in any block with that load.
 const MAX_KEYS: u32 = 512;

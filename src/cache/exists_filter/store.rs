@@ -80,8 +80,8 @@ pub trait ExistsFilterStore {
         bits: &NewBits,
     ) -> impl Future<Output = Result<Added, StoreError>> + Send;
 
-    /// Makes the version that is built the active one, and removes the one before. Or, if the build is not complete, removes the version that
-    /// is built. False if the versions are not those in `seen`, or if the version is damaged; then nothing changes. May be repeated.
+    /// Makes the version that is built the active one, and removes the one before. Or, if the build is not complete, removes the version
+    /// that is built. False if the versions are not those in `seen`, or if the version is damaged; then nothing changes. May be repeated.
     fn end_build(
         &self,
         filter: &Key,
@@ -201,7 +201,7 @@ impl NewBits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Added {
-    /// Another process has changed the versions since the caller read them. Nothing has changed.
+    /// Another process has changed the versions since the caller read them. The call has set no bits.
     Changed,
     /// There are no versions. Others may still use versions whose ids the store lost shortly before the first such reply.
     Missing {

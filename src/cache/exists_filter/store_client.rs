@@ -23,9 +23,9 @@ pub(super) const MAX_AGE: Duration = Duration::from_secs(1);
 /// How long a process without versions waits after they were first missed: others may use lost ids for [`MAX_AGE`], and clocks may run at
 /// slightly different rates.
 pub(super) const LOSS_PAUSE: Duration = MAX_AGE.saturating_add(Duration::from_millis(250));
-/// When one caller reads it again, while the others still use it.
+/// The age of a status at which one caller reads the status again, while the others still use the old one.
 const REFRESH_AGE: Duration = Duration::from_millis(500);
-/// When another caller does so, if that one has not got a reply.
+/// How long after that another caller reads the status, if the first one has not got a reply.
 const REFRESH_PAUSE: Duration = Duration::from_millis(100);
 
 type Call<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;

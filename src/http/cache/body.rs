@@ -15,7 +15,8 @@ use crate::error::BoxError;
 use crate::http::body::{ResponseBody, size_after, size_of_stored};
 
 pin_project! {
-    /// The body of a response from a [`CacheLayer`](crate::CacheLayer): that of the inner service, maybe while it is stored, or a stored one.
+    /// The body of a response from a [`CacheLayer`](crate::CacheLayer): that of the inner service, maybe while it is stored, or a stored
+    /// one.
     pub struct CachedBody<B> {
         #[pin]
         kind: Kind<B>,
@@ -62,7 +63,7 @@ impl<B> CachedBody<B> {
         Self { kind: Kind::Live { pieces, hint, load: None } }
     }
 
-    /// Without callers a load is cancelled, so this body is one until it is dropped.
+    /// A load without callers is cancelled, so this body counts as a caller until it ends or is dropped.
     pub(super) fn keep_load(&mut self, waiter: LoadWaiter<Stored>) {
         if let Kind::Live { load, .. } = &mut self.kind {
             *load = Some(waiter);

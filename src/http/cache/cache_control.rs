@@ -1,4 +1,5 @@
-//! The field `Cache-Control` (RFC 9111, section 5.2). Doubt counts as `no-store`.
+//! The field `Cache-Control` (RFC 9111, section 5.2). A line that cannot be read counts as `no-store`. A time that is not a number counts
+//! as zero.
 
 use std::time::Duration;
 
@@ -43,7 +44,7 @@ impl CacheControl {
     fn add(&mut self, name: &str, value: &str) {
         match name {
             "no-store" => self.no_store = true,
-            // Also with field names: the whole response counts.
+            // `no-cache` and `private` apply to the whole response, also if they name fields.
             "no-cache" => self.no_cache = true,
             "private" => self.private = true,
             "must-revalidate" | "proxy-revalidate" => self.must_revalidate = true,

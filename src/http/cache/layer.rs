@@ -16,8 +16,8 @@ use crate::responder::HttpResponder;
 
 /// Stores responses to GET requests, and serves them to further requests of all processes.
 ///
-/// While a response is loaded, other requests for it wait, so the inner service is called once. The rules are a strict subset of RFC 9111 for a
-/// shared cache.
+/// While a response is loaded, other requests for it wait, so the inner service is called once. The rules are a strict subset of RFC 9111
+/// for a shared cache.
 ///
 /// ```
 /// # #[cfg(feature = "axum")] {
@@ -62,8 +62,8 @@ use crate::responder::HttpResponder;
 /// # The key
 ///
 /// The key of a response is the principal, the scheme, the host, and the path with its query, as the client has sent them. HTTP/1 requests
-/// name no scheme. With axum, enable the feature `axum`: it keeps the path of a nested router. Otherwise, two nested routers with layers of the
-/// same name share responses.
+/// name no scheme. With axum, enable the feature `axum`: it keeps the path of a nested router. Otherwise, two nested routers with layers of
+/// the same name share responses.
 ///
 /// **If any other header field selects the response, name it in `Vary`.** Examples are `X-Forwarded-Host`, `X-Forwarded-Proto`,
 /// `X-HTTP-Method-Override` and `Accept-Language`. Otherwise a client can have its response stored for all others, which is cache poisoning.
@@ -74,39 +74,42 @@ use crate::responder::HttpResponder;
 /// | --- | --- |
 /// | method | GET. A HEAD request is served from the response to a GET, and its own response is never stored. |
 /// | status | 200, 203, 204, 301, 308, 404 and 410; 302 and 307 only with a time of their own |
-/// | time | `s-maxage`, `max-age` or `Expires`, less the age at arrival; otherwise [`fresh_for`](Self::fresh_for). It must not be zero. |
+/// | time | `s-maxage`, `max-age` or `Expires`, otherwise [`fresh_for`](Self::fresh_for), in each case less the age at arrival. The result must not be zero. |
 /// | for one client | A response with `Set-Cookie`, `private`, `no-store`, `no-cache` or `Vary: *` is neither stored nor shared with a waiter. |
 /// | credentials | With [`public`](Self::public), requests with `Authorization` or `Cookie` bypass the cache. |
 /// | size | at most [`max_response`](Self::max_response) |
 /// | body | A body that breaks off, or whose length differs from `Content-Length`, is not stored. |
 /// | stale | `stale-while-revalidate` and `stale-if-error` (RFC 5861), unless there is also `must-revalidate`, `proxy-revalidate` or `s-maxage` |
 ///
-/// Requests with a body, `Range`, `If-Match`, `If-Unmodified-Since`, `If-Range` or `Upgrade` bypass the cache. Streams of events are not stored.
+/// Requests with a body, `Range`, `If-Match`, `If-Unmodified-Since`, `If-Range` or `Upgrade` bypass the cache. Streams of events are not
+/// stored.
 ///
-/// Each combination of values of the fields in `Vary` has a response of its own, like each query. A client can invent both, so give the store a
-/// limit of its memory and an eviction policy.
+/// Each combination of values of the fields in `Vary` has a response of its own, like each query. A client can invent both, so give the
+/// store a limit of its memory and an eviction policy.
 ///
-/// After a response that must not be stored, requests for its key do not wait for each other, usually for ten seconds. Each calls the inner service.
+/// After a response that must not be stored, requests for its key do not wait for each other, usually for ten seconds. Each calls the inner
+/// service.
 ///
 /// # What clients can do
 ///
-/// A client whose request makes the inner service fail causes 503 for others, if there is no stored response: see [responses](#responses). So
-/// reject invalid requests with a status of 4xx, which others do not get, and allow stale responses with `stale-if-error`.
+/// A client whose request makes the inner service fail causes 503 for others, if there is no stored response: see [responses](#responses).
+/// So reject invalid requests with a status of 4xx, which others do not get, and allow stale responses with `stale-if-error`.
 ///
-/// `If-None-Match` and `If-Modified-Since` get a 304 if the stored response fits. The inner service does not see these two fields if its response
-/// may be stored. `no-store` prevents that the response is stored. All other directives of a request are ignored: RFC 9111, section 5.2.1, calls
-/// them advisory, and with `no-cache` or `max-age=0` each client could force a load.
+/// `If-None-Match` and `If-Modified-Since` get a 304 if the stored response fits. The inner service does not see these two fields if its
+/// response may be stored. `no-store` prevents that the response is stored. All other directives of a request are ignored: RFC 9111,
+/// section 5.2.1, calls them advisory, and with `no-cache` or `max-age=0` each client could force a load.
 ///
-/// A request with an unsafe method, such as POST, whose response has a status of 2xx or 3xx, removes the responses of its URI (section 4.4). With
-/// [`per`](Self::per), these are the responses of its principal only. A load that began before is not stored.
+/// A request with an unsafe method, such as POST, whose response has a status of 2xx or 3xx, removes the responses of its URI (section
+/// 4.4). With [`per`](Self::per), these are the responses of its principal only. A load that began before is not stored.
 ///
 /// # Responses
 ///
-/// Each response has a `Cache-Status` (RFC 9211): `hit` with its remaining seconds, or `fwd` with the reason for a call of the inner service. A
-/// stored response has an `Age`. It has no header fields of one hop, one moment or one request, such as `Date` and `RateLimit`.
+/// Each response has a `Cache-Status` (RFC 9211), except a rejection of this layer. The field says `hit` with the remaining seconds, or
+/// `fwd` with the reason why no stored response was served. A stored response has an `Age`. It has no header fields that apply only to one
+/// connection, time or request, such as `Connection`, `Date` and `RateLimit`.
 ///
-/// The inner service fails with an error, with a status of 500, 502, 503 or 504 (RFC 5861, section 4), or with a body that breaks off. Other
-/// statuses, such as 501, are responses to their own client: they are not stored, and displace a stale response.
+/// These count as failures of the inner service: an error, a status of 500, 502, 503 or 504 (RFC 5861, section 4), and a body that breaks
+/// off. A response with any other status that is not stored, such as 501, goes only to its own client. It removes a stale response.
 ///
 /// | case | response |
 /// | --- | --- |
@@ -116,17 +119,17 @@ use crate::responder::HttpResponder;
 /// | the inner service panics | 500, for all |
 /// | the store fails | at most [`origin_limit`](Self::origin_limit) loads at a time; for others, 503 with `Retry-After` |
 ///
-/// The layer sends the last four itself, as problem documents: see [`responder`](Self::responder).
+/// The layer itself sends the 503 to others, the 504 and the 500 of this table, as problem documents: see [`responder`](Self::responder).
 ///
 /// # Other layers
 ///
-/// Put the layer inside of compression and CORS, and outside of nothing that decides who may see the response: an authentication layer goes
-/// outside. A load runs in a task of its own, so task-locals of outer layers are not set in the handler.
+/// Put the layer inside of compression and CORS. A layer that decides who may see the response, such as authentication, must be outside of
+/// this layer. A load runs in a task of its own, so task-locals of outer layers are not set in the handler.
 ///
 /// # Cancellation
 ///
-/// If a client goes, its load goes on for other requests that wait, or until it has been stored if its body is complete. Otherwise it is
-/// cancelled. If a client goes while its unsafe request runs, the stored responses of the URI may stay.
+/// If a client disconnects, its load goes on while other requests wait for it, or if the body is complete. Otherwise the load is cancelled.
+/// If a client goes while its unsafe request runs, the stored responses of the URI may stay.
 #[must_use]
 pub struct CacheLayer<K = Undecided, A = HttpResponder> {
     cache: Cache<Stored, StoredCodec>,
@@ -136,8 +139,8 @@ pub struct CacheLayer<K = Undecided, A = HttpResponder> {
 }
 
 impl CacheLayer {
-    /// Stores responses in `store`, which is a [backend](crate::backend). The name is part of every key: services whose responses differ need
-    /// different names. Call [`public`](Self::public) or [`per`](Self::per) before you use the layer.
+    /// Stores responses in `store`, which is a [backend](crate::backend). The name is part of every key: services whose responses differ
+    /// need different names. Call [`public`](Self::public) or [`per`](Self::per) before you use the layer.
     pub fn new(store: impl CacheStore + Send + Sync + 'static, name: impl Into<Key>) -> Self {
         let settings = Settings {
             is_public: false,
@@ -155,8 +158,8 @@ impl CacheLayer {
 }
 
 impl<K, A> CacheLayer<K, A> {
-    /// All clients share the responses. A request with `Authorization` or `Cookie` bypasses the cache, since its response may be for one client
-    /// only: see [`ignore_cookies`](Self::ignore_cookies).
+    /// All clients share the responses. A request with `Authorization` or `Cookie` bypasses the cache, since its response may be for one
+    /// client only: see [`ignore_cookies`](Self::ignore_cookies).
     ///
     /// **The layer knows no other credentials.** If the response depends on `X-Api-Key` or on the address of the client, all clients get the
     /// response to the first one. Use [`per`](Self::per) then, or let the handler set `Vary` or `private`.
@@ -165,8 +168,9 @@ impl<K, A> CacheLayer<K, A> {
         self.with_principal(GlobalKey)
     }
 
-    /// Each principal has responses of its own: a user, a tenant, or whatever else decides about the response. Pass a closure, an extractor of
-    /// the module `tollgate::http`, or a tuple of them: see [`ExtractKey`](crate::ExtractKey). A request without a principal bypasses the cache.
+    /// Each principal has responses of its own: a user, a tenant, or whatever else decides about the response. Pass a closure, an extractor
+    /// of the module `tollgate::http`, or a tuple of them: see [`ExtractKey`](crate::ExtractKey). A request without a principal bypasses
+    /// the cache.
     ///
     /// The principal must be checked before this layer. If clients can choose it, a client gets the responses of another one.
     pub fn per<P>(mut self, principal: P) -> CacheLayer<P, A> {
@@ -210,8 +214,8 @@ impl<K, A> CacheLayer<K, A> {
     /// The maximum size of a stored response in bytes. Defaults to 1 MiB. A larger one is streamed to its own client.
     ///
     /// The size is that of the status, the header fields, the body and its trailers. Each part in which the body arrives counts 256 bytes
-    /// more, so tiny parts do not need more memory than this either. Until a load ends, its parts are kept, also for a client that reads slowly.
-    /// Then they are copied, which needs the same memory once more.
+    /// more, so tiny parts do not need more memory than this either. Until a load ends, its parts are kept, also for a client that reads
+    /// slowly. Then they are copied, which needs the same memory once more.
     pub fn max_response(self, bytes: usize) -> Self {
         self.with(|settings| settings.max_response = bytes)
     }
@@ -226,30 +230,33 @@ impl<K, A> CacheLayer<K, A> {
         self.with_cache(|cache| cache.early_refresh(factor))
     }
 
-    /// How long the inner service is not called for a key after it has [failed](#responses). Meanwhile, requests get a stale response if `stale-if-error` allows it, and otherwise 503. Defaults to one second.
+    /// How long the inner service is not called for a key after it has [failed](#responses). Meanwhile, requests get a stale response if
+    /// `stale-if-error` allows it, and otherwise 503. Defaults to one second.
     pub fn error_for(self, time: Duration) -> Self {
         self.with_cache(|cache| cache.error_for(time))
     }
 
-    /// How long a request that may be stored may take until its response is complete, and how long others wait for it. Defaults to 30 seconds.
-    /// After that a request without a response gets 504. A response that has begun is streamed to its end, and is not stored.
+    /// How long a request whose response may be stored may take until the response is complete, and how long other requests wait for the
+    /// response. Defaults to 30 seconds. After that a request without a response gets 504. A response that has begun is streamed to its
+    /// end, and is not stored.
     pub fn load_timeout(self, time: Duration) -> Self {
         let time = time.min(NewEntry::MAX_TTL);
-        // A load ends itself, so the cache allows for its store calls.
+        // A load ends by itself after `time`. The timeout of the cache is one second longer, for the store calls of the load.
         let with_calls = if time.is_zero() { time } else { time.saturating_add(Duration::from_secs(1)) };
         self.with(|settings| settings.load_timeout = time).with_cache(|cache| cache.load_timeout(with_calls))
     }
 
-    /// How long a load is protected without a sign of life of its process: see [`Cache::lease`]. Defaults to two seconds.
+    /// How long the lease of a load lasts without a renewal: see [`Cache::lease`]. Defaults to two seconds.
     pub fn lease(self, time: Duration) -> Self {
         self.with_cache(|cache| cache.lease(time))
     }
 
-    /// The largest number of loads at a time in this process while the store fails. Further requests get 503 with `Retry-After`. Defaults to 16.
+    /// The largest number of loads at a time in this process while the store fails. Further requests get 503 with `Retry-After`. Defaults
+    /// to 16.
     ///
-    /// The limit replaces the protection that the cache gives otherwise. A request that bypasses the cache, forbids storing, or has a response
-    /// that must not be stored reaches the inner service also while the store works. So the limit does not count such requests, nor HEAD
-    /// requests. To limit all requests, put a `ConcurrencyLimitLayer` inside of this layer.
+    /// The limit replaces the protection that the cache gives otherwise. A request that bypasses the cache, forbids storing, or has a
+    /// response that must not be stored reaches the inner service also while the store works. So the limit does not count such requests,
+    /// nor HEAD requests. To limit all requests, put a `ConcurrencyLimitLayer` inside of this layer.
     pub fn origin_limit(self, loads: usize) -> Self {
         self.with_cache(|cache| cache.origin_limit(loads))
     }

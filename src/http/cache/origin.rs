@@ -210,7 +210,7 @@ where
     }
 }
 
-/// Removes the entry of a URI, and all responses that its fields select.
+/// Removes the entry of a URI. No request finds the responses that its fields select any more.
 pub(super) async fn forget(cache: &Cache<Stored, StoredCodec>, uri: Key) {
     if let Err(error) = cache.invalidate(uri).await {
         tracing::debug!(key = %uri, %error, "cached response is not removed");
@@ -244,7 +244,7 @@ impl Target {
     /// The value for the place of the load. If fields select the response, it is stored under a key of its own first.
     async fn put(self, loaded: Loaded<Stored>, cache: Weak<Cache<Stored, StoredCodec>>) -> Loaded<Stored> {
         let Some((variant_key, varies)) = self.new else { return loaded };
-        // No other load has this key, since its generation is new. If the URI is changed meanwhile, `varies` is not stored.
+        // No other load has this key, since its nonce is new. If the entry of the URI is invalidated meanwhile, `varies` is not stored.
         if let Some(cache) = cache.upgrade()
             && let Err(error) = cache.set(variant_key, loaded).await
         {

@@ -9,7 +9,7 @@ use ::http::{HeaderMap, HeaderValue, StatusCode};
 use super::cache_control::{CacheControl, seconds};
 use super::vary::Vary;
 
-/// The consequence of a response.
+/// What the cache does with a response.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     /// It may be stored, and shared with waiters.
@@ -40,8 +40,8 @@ impl Times {
     }
 }
 
-/// The statuses of responses that are stored. RFC 9110, section 15.1, lists more. 206 needs ranges, and a client can provoke 400, 405, 414
-/// and 431 for others.
+/// The statuses of responses that are stored. RFC 9110, section 15.1, also lists 206, 300, 405, 414 and 501. 206 needs ranges, and a client
+/// can provoke 405 and 414 for others.
 const STORED: [StatusCode; 7] = [
     StatusCode::OK,
     StatusCode::NON_AUTHORITATIVE_INFORMATION,

@@ -1,4 +1,4 @@
-//! What a request means for the cache, from its head alone.
+//! What a request means for the cache, from its head and from whether it has a body.
 
 use std::borrow::Cow;
 use std::time::SystemTime;
@@ -72,7 +72,8 @@ fn key<B>(request: &Request<B>, principal: Key, scheme: &str, host: &str) -> Key
     Key::from((principal, scheme, host, uri.path_and_query().map_or("/", |path| path.as_str())))
 }
 
-/// The host and port. `None` if there is not exactly one, since then it is not clear which one selects the response.
+/// The host and port. Empty if the request names none. `None` if there are several or they differ, since it is not clear which one selects
+/// the response.
 fn host<B>(request: &Request<B>) -> Option<Cow<'_, str>> {
     let mut fields = request.headers().get_all(HOST).iter();
     let field = fields.next().map(HeaderValue::to_str).transpose().ok()?;

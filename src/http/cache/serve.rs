@@ -9,7 +9,6 @@ use bytes::Bytes;
 use http_body::Body;
 use tokio::sync::oneshot;
 use tower_service::Service;
-use tracing::{Instrument, Span};
 
 use super::body::CachedBody;
 use super::origin::{Handed, Origin, Place, Seat};
@@ -32,9 +31,9 @@ pub(super) struct Reader<S, B, K, A> {
 /// The result for one place.
 enum Step<R, E> {
     Done(Handed<R, E>),
-    /// Fields select the response: look there.
+    /// Header fields select the response. Look it up at this place.
     Variant(Place),
-    /// The response must not be shared.
+    /// Call the inner service for this request alone.
     Pass(CacheStatus),
 }
 
@@ -198,10 +197,7 @@ where
             settings: Arc::clone(&self.shared.settings),
             cache: Arc::downgrade(&self.shared.cache),
         };
-        // A load runs in a task of its own, and its handler logs into the span of the request.
-        let span = Span::current();
-        let load = move || origin.load().instrument(span);
-        let load = self.shared.cache.load_unless_loading(place.key(), before, is_background, load)?;
+        let load = self.shared.cache.load_unless_loading(place.key(), before, is_background, || origin.load())?;
         Ok((load, handed))
     }
 
@@ -214,7 +210,7 @@ where
         candidate: Option<Candidate>,
         status: CacheStatus,
     ) -> Step<R, S::Error> {
-        // Fails if this request was not sent.
+        // Fails if the load did not send this request, or if the inner service timed out or panicked.
         if let Ok(handed) = handed.await {
             return self.finish(load, handed, candidate, status).await;
         }
@@ -254,6 +250,7 @@ where
                 return Step::Done(Err(self.shared.answer.error(error)));
             }
         };
+        self.shared.cache.count(Served::Loaded);
         status.write(response.headers_mut());
         if self.read.conditions.are_met_by(response.status(), response.headers()) {
             let (parts, body) = response.into_parts();
@@ -262,7 +259,6 @@ where
             let _ = load.outcome().await;
             return Step::Done(Ok(not_modified(Response::from_parts(parts, ()))));
         }
-        self.shared.cache.count(Served::Loaded);
         response.body_mut().keep_load(load);
         Step::Done(Ok(response))
     }

@@ -34,7 +34,7 @@ pub(super) enum Stored {
 /// A response that may be served to several clients.
 pub(super) struct StoredResponse {
     pub(super) times: Times,
-    /// A digest of the values that the request has in the `Vary` fields of this response. Empty if no field does.
+    /// A digest of the values that the request has in the `Vary` fields of this response. Empty if no field selects the response.
     pub(super) selection: Key,
     pub(super) recorded: Recorded,
     // The stored form of `recorded`.
@@ -42,7 +42,7 @@ pub(super) struct StoredResponse {
 }
 
 impl StoredResponse {
-    /// `None` if `record` is not a recorded response.
+    /// `None` if `encoded` is not a recorded response.
     pub(super) fn new(times: Times, selection: Key, encoded: Bytes) -> Option<Self> {
         let mut recorded = Recorded::read(encoded.clone())?;
         // A hit clones this map and replaces `Age` and `Cache-Status`. They are inserted here, so that the clone does not grow.

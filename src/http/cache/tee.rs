@@ -21,8 +21,9 @@ pub(super) const PART_COST: usize = 256;
 
 /// A body that is read for the store, and sent to its client.
 ///
-/// The client gets the end of the body when this is dropped, after the response is stored. A client may go after the end, and a load without a
-/// client is cancelled. If it is dropped earlier, for instance because the load has timed out, the client reads the rest itself.
+/// The client gets the end of the body when this value is dropped, after the load has recorded the body. A client may go after the end, and
+/// a load without a client is cancelled. If this value is dropped earlier, for instance because the load has timed out, the client reads
+/// the rest itself.
 pub(super) struct Tee<B> {
     body: Option<Pin<Box<B>>>,
     // The part that may be the last one for a client that counts bytes. It is sent together with the end.
@@ -58,7 +59,8 @@ where
     B: Body<Data = Bytes>,
     B::Error: Into<BoxError>,
 {
-    /// Reads the body to its end, and records it. `None` if it must not be stored, for instance because it is too large. `announced` is its length in the header.
+    /// Reads the body to its end, and records it. `None` if it must not be stored, for instance because it is too large. `announced` is the
+    /// length in `Content-Length`.
     pub(super) async fn read(
         &mut self,
         recorder: &mut Recorder,

@@ -15,27 +15,27 @@ pub(super) struct Uncached(Mutex<Marks>);
 #[derive(Default)]
 struct Marks {
     until: HashMap<Key, Instant>,
-    // The marked keys, the oldest mark first. A key whose mark was removed and set again is in it twice.
-    order: VecDeque<Key>,
+    // The marks in the order of their insertion, with those that were removed or replaced meanwhile.
+    order: VecDeque<(Key, Instant)>,
 }
 
 impl Uncached {
-    /// The largest number of keys. The store keeps the marks of further ones.
+    /// The largest number of marks. A further mark displaces the oldest one, which the store still has.
     const CAPACITY: usize = 10_000;
 
     pub(super) fn has(&self, key: &Key) -> bool {
         self.lock().until.get(key).is_some_and(|until| Instant::now() < *until)
     }
 
-    /// Marks a key. If there are too many, the oldest mark goes.
+    /// Marks a key. If there are too many marks, removes the oldest one.
     pub(super) fn insert(&self, key: Key, time: Duration) {
         let mut marks = self.lock();
-        if marks.until.insert(key, Instant::now() + time).is_some() {
-            return;
-        }
-        marks.order.push_back(key);
+        let until = Instant::now() + time;
+        marks.until.insert(key, until);
+        marks.order.push_back((key, until));
         if marks.order.len() > Self::CAPACITY
-            && let Some(oldest) = marks.order.pop_front()
+            && let Some((oldest, until)) = marks.order.pop_front()
+            && marks.until.get(&oldest) == Some(&until)
         {
             marks.until.remove(&oldest);
         }
@@ -82,6 +82,19 @@ mod tests {
         assert_eq!(size(&uncached), (Uncached::CAPACITY, Uncached::CAPACITY));
         assert!(uncached.has(&Key::from(2 * Uncached::CAPACITY as u64 - 1)));
         assert!(!uncached.has(&Key::from(Uncached::CAPACITY as u64 - 1)));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn renewed_mark_outlasts_older_marks() {
+        let uncached = Uncached::default();
+        uncached.insert(Key::from("a"), TIME);
+        uncached.insert(Key::from("b"), TIME);
+        tokio::time::advance(TIME / 2).await;
+        uncached.insert(Key::from("a"), TIME);
+        for number in 0..Uncached::CAPACITY as u64 - 1 {
+            uncached.insert(Key::from(number), TIME);
+        }
+        assert!(uncached.has(&Key::from("a")) && !uncached.has(&Key::from("b")));
     }
 
     #[tokio::test(start_paused = true)]

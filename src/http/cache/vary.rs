@@ -13,7 +13,7 @@ impl Vary {
     /// The largest number of names. A response with more is not stored.
     pub(super) const MAX: usize = 16;
 
-    /// `None` if no other request can have this response, or if a name is invalid.
+    /// `None` with `*`, with an invalid name, or with more than [`Self::MAX`] names.
     pub(super) fn of(headers: &HeaderMap) -> Option<Self> {
         let mut names = Vec::new();
         for line in headers.get_all(VARY) {

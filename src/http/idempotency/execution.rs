@@ -83,7 +83,7 @@ impl Execution {
         self.attempt.is_lost()
     }
 
-    /// Polls `work` under the lease. `None` if it took too long, or another attempt may have started.
+    /// Polls `work` under the lease. `None` if `work` took too long, another attempt may have started, or the request body was rejected.
     pub(super) fn poll_under_lease<F: Future>(
         &mut self,
         work: Pin<&mut F>,
@@ -113,8 +113,8 @@ impl Execution {
         })
     }
 
-    /// The rejection after the running handler was dropped. The lease of the operation expires, or the operation is released if its body
-    /// differs from that of the previous attempt.
+    /// The rejection after the running handler was dropped. If the body differs from that of the previous attempt, the operation is
+    /// released, except with `ResponsePolicy::All` and `OnUnknown::Reject`. Otherwise the lease of the operation expires.
     pub(super) fn abort(&mut self, settings: &Settings) -> (Rejection, AbortOutcome) {
         match self.context().body().rejection() {
             Some(BodyRejection::Differs) => {
@@ -153,8 +153,8 @@ impl Execution {
         matches!(outcome, Outcome::Completed(_)) && !fingerprint.is_confirmed() && !fingerprint.has_failed()
     }
 
-    /// Compares the unread part of the body with that of the previous attempt, as far as that attempt has read it. Returns the outcome of the
-    /// handler; `None` if the body differs.
+    /// Compares the unread part of the body with that of the previous attempt, as far as that attempt has read it. Returns the outcome of
+    /// the handler; `None` if the body differs.
     pub(super) async fn compare_rest(&mut self, outcome: Outcome, settings: &Settings) -> Option<Outcome> {
         if !self.must_compare_rest(&outcome) {
             return Some(outcome);

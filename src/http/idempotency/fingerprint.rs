@@ -412,8 +412,8 @@ pub(super) enum CompareError {
     TooSlow,
 }
 
-/// Whether `body` has this fingerprint. If `fingerprint` has read a part already, `body` is the rest. Reads no more than necessary,
-/// and buffers nothing.
+/// Whether `body` has the fingerprint `body_fingerprint`. If the handler has read a part already, `fingerprint` covers this part, and
+/// `body` is the rest. Reads no more than necessary, and buffers nothing.
 pub(super) async fn is_same<B: Body<Data = Bytes>>(
     body: B,
     body_fingerprint: &BodyFingerprint,

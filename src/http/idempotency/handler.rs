@@ -294,11 +294,8 @@ where
     request.extensions_mut().insert(handle);
     let mut execution = Execution::new(attempt, settings, running, unread, has_route(&request));
     // An empty body may already differ from that of the previous attempt.
-    let is_rejected = context.body().rejection().is_some();
-    if is_rejected {
+    if context.body().rejection().is_some() || execution.is_lost() {
         execution.release_on_drop();
-    }
-    if is_rejected || execution.is_lost() {
         return (execution, None);
     }
     settings.coordinator.metrics().decided(Verdict::Executed);

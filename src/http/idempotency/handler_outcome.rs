@@ -19,7 +19,7 @@ pub(super) enum HandlerOutcome<R, E> {
     Complete(Outcome, Answer<R, E>),
     /// A response whose body continues. Boxed, so that whole responses need no room for it.
     Streaming(Box<ResponseStart<R>>),
-    /// The handler was dropped while it ran.
+    /// The handler was dropped while it ran, its response was discarded, or the handler was not started.
     Aborted,
 }
 

@@ -214,7 +214,7 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// How long a request waits for the same request in flight. Defaults to zero: it is rejected at once, 409 with HTTP. At most
     /// a day.
     ///
-    /// A notification ends the wait. The request also polls once a second and when the other lease ends. Meanwhile it keeps its
+    /// The waiting request asks the store after each notification, once a second, and when the other lease ends. Meanwhile it keeps its
     /// reserved inner service, and counts as a [running](Self::max_running) request.
     pub fn wait(self, wait: Duration) -> Self {
         self.with(|settings| settings.wait = wait.min(Duration::from_secs(86_400)))
@@ -345,17 +345,17 @@ impl<K, A> IdempotencyLayer<K, A> {
         self.with(|settings| settings.on_disconnect = on_disconnect)
     }
 
-    /// Checks that operations are unique widely enough, for instance that the backend is not the memory backend.
+    /// Checks that the reach of the backend is at least `needed`. For instance, [`Reach::Redis`] refuses the memory backend.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::ReachTooSmall`] if they reach less far than `needed`.
+    /// [`ConfigError::ReachTooSmall`] if the reach of the backend is smaller than `needed`.
     pub fn require(self, needed: Reach) -> Result<Self, ConfigError> {
         self.settings.coordinator.reach().require(needed)?;
         Ok(self)
     }
 
-    /// Waits until no handler runs and the store has all results. Call it at the end of a program, after the last request.
+    /// Waits until no handler runs and no background store call is left. Call it at the end of a program, after the last request.
     ///
     /// It covers all clones of this layer that were made after the last call of [`name`](Self::name),
     /// [`deadline`](Self::deadline) and [`circuit_breaker`](Self::circuit_breaker). The [shutdown of the

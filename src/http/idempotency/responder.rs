@@ -2,9 +2,9 @@ use ::http::{Response, StatusCode};
 use bytes::Bytes;
 
 use crate::http::problem::{Kind, Problem};
-use crate::http::responder::{STORE_RETRY, STORE_TEXT};
+use crate::http::responder::{STORE_RETRY, STORE_TEXT, declare_rejection};
 use crate::idempotency::Rejection;
-use crate::responder::{HttpResponder, NotExecuted, OutcomeUnknown};
+use crate::responder::HttpResponder;
 
 impl HttpResponder {
     pub(in crate::http) fn idempotency_rejection(&self, rejection: &Rejection) -> Response<Bytes> {
@@ -26,21 +26,19 @@ impl HttpResponder {
             // An error in the program or its configuration.
             Rejection::Config(error) => {
                 tracing::error!(%error, "cannot make a request idempotent");
-                return self.refusal(StatusCode::INTERNAL_SERVER_ERROR, "the request cannot be served");
+                (Kind::Blank, StatusCode::INTERNAL_SERVER_ERROR, None)
             }
             Rejection::Full | Rejection::Store(_) => (Kind::Blank, StatusCode::SERVICE_UNAVAILABLE, Some(STORE_RETRY)),
         };
         let detail = match rejection {
             Rejection::Store(_) => STORE_TEXT.to_owned(),
+            Rejection::Config(_) => "the request cannot be served".to_owned(),
             Rejection::NotStored { status } => format!("{rejection}: it had status {status}"),
             _ => rejection.to_string(),
         };
         let wait = wait.map(|wait| self.retry_after_secs(wait));
         let mut response = self.answer(wait, Problem { kind, status, detail: &detail, violated: Vec::new() });
-        if rejection.is_half_done() {
-            response.extensions_mut().remove::<NotExecuted>();
-            response.extensions_mut().insert(OutcomeUnknown);
-        }
+        declare_rejection(&mut response, rejection.is_half_done());
         response
     }
 }

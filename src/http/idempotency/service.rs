@@ -124,7 +124,8 @@ fn of_route<B>(scope: Key, request: &Request<B>) -> Key {
     Key::from((scope, request.method().as_str(), original_uri(request).path()))
 }
 
-/// Whether an outer layer executes this operation already. For this layer the operation would stay in flight.
+/// Whether an outer layer executes this operation already. Without this check, this layer would find the record of the outer layer in
+/// flight, and reject the request.
 fn is_being_done<B>(operation: &Operation, request: &Request<B>) -> bool {
     request.extensions().get::<IdempotencyHandle>().is_some_and(|handle| handle.operation() == operation)
 }

@@ -70,7 +70,7 @@ impl Settings {
         CompareTimeouts { stall: self.body_timeout.min(FOREVER), total: self.max_runtime.min(FOREVER) }
     }
 
-    /// Checks that no timeout is zero.
+    /// Checks that neither the deadline nor `max_runtime` is zero.
     pub(super) fn check_times(&self) -> Result<(), ConfigError> {
         self.coordinator.check_times(Some(self.max_runtime))
     }

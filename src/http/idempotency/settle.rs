@@ -35,8 +35,8 @@ pub(super) struct CompleteResponse {
 
 impl CompleteResponse {
     /// Whether the response may be stored for the part of the request body that was read. If the body failed, the client should retry with
-    /// the whole body, so an error response is not stored then. A success is not stored if the body may differ from that of the previous
-    /// attempt.
+    /// the whole body, so an error response is not stored then. Then a success is not stored either if the body may differ from that of the
+    /// previous attempt.
     fn is_storable(&self, fingerprint: &RunningFingerprint) -> bool {
         !fingerprint.has_failed() || (self.is_success && fingerprint.is_confirmed())
     }

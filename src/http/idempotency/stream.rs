@@ -145,7 +145,8 @@ where
         let is_whole = matches!(stop, Stop::Ended(Ok(())));
         let mut outcome = self.stream.outcome(self.stream.chunks.iter(), is_whole);
         if let Outcome::Completed(response) = &mut outcome {
-            // If the request body failed, a response that is streamed from it fails, too.
+            // A response that broke off is not a success if the request body failed: the handler may have streamed the response from the
+            // body.
             response.is_success &= is_whole || !context.body().has_failed();
         }
         let Some(outcome) = execution.compare_rest(outcome, &self.settings).await else {
@@ -223,7 +224,7 @@ where
         }
     }
 
-    /// Ends a response that is too large, took too long or lost its lease.
+    /// Ends a response that is too large to be stored, after it took too long or lost its lease.
     fn cancel(self, context: &OperationContext<RunningFingerprint>) {
         if context.is_done() {
             self.abort_marker.set(AbortOutcome::Completed);
@@ -289,7 +290,7 @@ where
         false
     }
 
-    /// Sends the response until its record is decided.
+    /// Sends the response until it ends, or until it is certain that only its status is stored.
     async fn forward(&mut self, pieces: &Sender<Piece>, fingerprint: &RunningFingerprint) -> Stop {
         loop {
             // Wait for the end if the request body may still turn out to be different, or may fail.

@@ -67,7 +67,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         }
         result.inspect_err(|error| {
             if all_enforced_are_decided(descriptors) {
-                // Their failures must not open the store's circuit, which would leave the enforced policies to the fallback.
+                // Failures of shadow policies must not open the store's circuit, which would leave the enforced policies to the fallback.
                 self.shared.circuits.shadow.failed(&ShadowPolicies(&self.policy), error);
             } else {
                 self.shared.circuits.store.failed(self, error);
@@ -79,7 +79,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     async fn call_store(&self, decider: &Decider<'_, B>, descriptors: &mut [Descriptor]) -> Result<(), StoreError> {
         let circuits = &self.shared.circuits;
         if decider.exceeds_capacity {
-            // The store could only report the state of the other policies, which is not worth a probe.
+            // The result is certain already, so the call is not worth a probe.
             circuits.store.admit_no_probe()?;
         } else {
             circuits.store.admit()?;

@@ -27,7 +27,7 @@ impl<B> LayerConfig<B> {
         Ok(())
     }
 
-    /// Calls the resolver and records the outcome. An error concerns one key perhaps, and never the store.
+    /// Calls the resolver and records the outcome. An error may concern only one key. It never concerns the store.
     async fn call_resolver(
         &self,
         resolver: &PolicyResolver,

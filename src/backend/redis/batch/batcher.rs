@@ -1,8 +1,8 @@
 //! Batches calls of one kind.
 //!
-//! While few calls are in flight, each call is sent directly and without a delay. Further calls wait until one of a few batches returns, and
-//! then share a batch, because a command costs Redis more than its content. While a batch is in flight, and shortly after, no call is sent
-//! directly.
+//! While few calls are in flight, each call is sent directly and without a delay. Further calls share a batch, because a command costs
+//! Redis more than its content. The batch waits for a return only if a few batches are already in flight. While a batch is in flight, and
+//! shortly after, no call is sent directly.
 //!
 //! Many waiting calls are divided among several batches. With a single batch, the callers would be idle while Redis works, and Redis would
 //! be idle while the callers get their replies and call again. With several batches, both work at the same time.
@@ -31,7 +31,7 @@ const LATE: Duration = Duration::from_millis(20);
 /// For each such time in the measured round trip, one more full batch may be in flight. It is the round trip of a busy server nearby, where
 /// more batches lower the throughput.
 const NEARBY_ROUND_TRIP: Duration = Duration::from_millis(2);
-/// Maximum number of queued calls. Further calls are sent directly.
+/// Maximum number of queued calls. Further calls are not batched.
 const MAX_QUEUED: usize = 4_096;
 /// Maximum number of batches in flight, including late ones.
 const MAX_IN_FLIGHT: usize = 64;

@@ -37,7 +37,8 @@ const fn batch_count(callers: usize) -> usize {
     if callers <= FEW { 4 } else { 2 }
 }
 
-/// From 24 checks on, with a client of one thread, four batches had a lower throughput than two.
+/// The most checks that are divided into four batches. From 24 checks on, with a client of one thread, four batches had a lower throughput
+/// than two.
 const FEW: usize = 20;
 
 /// The reply for one descriptor. The counts of most policies fit inline.
@@ -67,7 +68,7 @@ impl CheckBatcher {
         Self(Batcher::new(CONFIG, runtime, send))
     }
 
-    /// A permit for a direct call, unless others are in flight.
+    /// A permit for a direct call, or `None` if the call should be batched.
     pub(crate) fn try_direct(&self) -> Option<InFlightGuard> {
         self.0.try_direct()
     }
@@ -81,13 +82,12 @@ impl CheckBatcher {
         cost: u64,
     ) -> Option<Result<Reply, StoreError>> {
         let pending = |reply| Pending { policy: policy.clone(), key_hash: key.sum(), redis_key, cost, reply };
-        let lost = || RedisError::from((redis::ErrorKind::Client, "the runtime that sends checks to redis has ended"));
-        let answer = self.0.submit(pending).await?.unwrap_or_else(|_| Err(lost()));
-        Some(answer.map_err(store_error))
+        let lost = |_| Err(StoreError::unavailable("the runtime that sends checks to redis has ended"));
+        Some(self.0.submit(pending).await?.map_or_else(lost, |reply| reply.map_err(store_error)))
     }
 }
 
-/// Sends a batch and answers its callers. Returns when Redis replied, if it did.
+/// Sends a batch and answers its callers. Returns the time of the reply of Redis, or `None` without one.
 async fn send(
     servers: &Servers,
     scripts: &Scripts,

@@ -1,7 +1,7 @@
 //! Work that is deferred until a thread is idle.
 //!
 //! A busy thread that wakes many tasks wakes another thread for each of them. That thread steals the task, finishes it immediately and
-//! sleeps again. If the thread wakes the tasks just before it sleeps, other threads steal them once, when all are queued.
+//! sleeps again. If the busy thread wakes all tasks just before it sleeps, other threads find them all queued, and steal many at a time.
 
 use std::collections::VecDeque;
 use std::pin::pin;

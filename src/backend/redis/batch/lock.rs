@@ -1,8 +1,8 @@
 //! Batches of lock acquisitions and releases.
 //!
-//! As with checks, single calls are sent directly, and further ones wait until one of a few batches returns. Each acquisition and release
-//! has its own answer. Without an answer, a caller sends its call again, directly and with the same token, which is harmless. So an error of
-//! one call never fails others.
+//! As with checks, a few calls at a time are sent directly, and further ones share batches. Each acquisition and release has its own
+//! answer. If the script skips a call or Redis rejects the batch, the caller repeats the call, directly and with the same token, which is
+//! harmless. After a timeout or lost connection, the callers get the error. So foreign data under one key never fails other calls.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -57,7 +57,7 @@ impl LockBatcher {
         Self(Batcher::new(CONFIG, runtime, send))
     }
 
-    /// A permit for a direct call, unless others are in flight.
+    /// A permit for a direct call, or `None` if the call should be batched.
     pub(crate) fn try_direct(&self) -> Option<InFlightGuard> {
         self.0.try_direct()
     }
@@ -104,7 +104,7 @@ const fn listeners(number: i64) -> u64 {
     number.unsigned_abs().saturating_sub(1)
 }
 
-/// Sends a batch and answers its callers. Returns when Redis replied, if it did.
+/// Sends a batch and answers its callers. Returns the time of the last reply of Redis, or `None` without one.
 async fn send(
     servers: Servers,
     scripts: Arc<Scripts>,
@@ -155,7 +155,7 @@ async fn send_group(
     let reply = tokio::select! {
         biased;
         reply = scripts.lock_exchange(servers, &names, &tokens, ttl, fences, floor) => reply,
-        // The batch is executed anyway, and a release that may not have been sent is retried.
+        // Redis executes a batch that was sent. The task of a release repeats a release without an answer.
         () = until_abandoned(&mut group, |pending| &mut pending.reply) => return None,
     };
     if let Ok(reply) = &reply {
@@ -164,7 +164,8 @@ async fn send_group(
     answer_callers(deferred, reply, acquisitions, group).await
 }
 
-/// Answers the callers of a batch, of which the first `acquisitions` acquire. Returns when Redis replied, if it did.
+/// Answers the callers of a group, of which the first `acquisitions` acquire. Returns the time of the reply of Redis, or `None` without
+/// one.
 async fn answer_callers(
     deferred: &DeferredWork,
     reply: Result<Value, RedisError>,

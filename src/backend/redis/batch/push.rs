@@ -1,6 +1,6 @@
 //! Batches of jobs that are pushed at the same time.
 //!
-//! As with checks, single pushes are sent directly, and further ones wait until one of a few batches returns.
+//! As with checks, a few pushes at a time are sent directly, and further ones share batches.
 
 use std::mem;
 use std::sync::Arc;
@@ -51,7 +51,7 @@ impl PushBatcher {
         Self(Batcher::new(CONFIG, runtime, send))
     }
 
-    /// A permit for a direct call, unless others are in flight.
+    /// A permit for a direct call, or `None` if the call should be batched.
     pub(crate) fn try_direct(&self) -> Option<InFlightGuard> {
         self.0.try_direct()
     }
@@ -69,7 +69,8 @@ impl PushBatcher {
     }
 }
 
-/// Pushes a batch, with one call or more for each queue, and answers its callers. Returns when Redis replied, if it replied to all calls.
+/// Pushes a batch, with one call or more for each queue, and answers its callers. Returns the time of the last reply of Redis, or `None` if
+/// a call got none.
 async fn send(
     servers: Arc<Servers>,
     keys: Arc<Keys>,
@@ -106,7 +107,7 @@ fn groups(mut batch: Vec<Pending>) -> Vec<Vec<Pending>> {
     groups
 }
 
-/// Pushes jobs of one queue and priority. Returns when Redis replied, if it did.
+/// Pushes jobs of one queue and priority. Returns the time of the reply of Redis, or `None` without one.
 async fn send_group(
     servers: &Servers,
     keys: &Keys,

@@ -9,7 +9,7 @@ use crate::rate_limit::{Algorithm, Decision, LimitStatus, Policy};
 const VERSION: u8 = 5;
 /// The first byte of the value of a blocked key. The end of the block follows, and then the counts.
 const BLOCKED: u8 = 2;
-/// The status in a reply that is more than the counts.
+/// The statuses in the long form of a reply: see [`decision`].
 const BLOCKED_STATUS: u64 = 2;
 const ADMITTED: u8 = 3;
 const INSTANT: usize = 7;
@@ -36,7 +36,7 @@ const fn numbers(algorithm: Algorithm) -> usize {
     }
 }
 
-/// The parameters, and the prefix of the counts under them. The prefix has the parameters that are not part of the key.
+/// Encodes the parameters, and the prefix of the stored counts. The prefix has the parameters that are not part of the key.
 pub(crate) fn encode(params: &[LimitParams]) -> EncodedLimits {
     // Plus one for the time of the last update.
     let numbers = 1 + params.iter().map(|params| numbers(params.algorithm)).sum::<usize>();
@@ -194,7 +194,7 @@ impl Reader<'_> {
         let (number, rest) = self.0.split_first_chunk::<NUMBER>()?;
         self.0 = rest;
         let number = f64::from_le_bytes(*number);
-        // The cast changes a number that is no integer, or makes it too large.
+        // The cast changes a number that is no integer. The range check rejects a number that is too large.
         let integer = number as i64;
         (integer as f64 == number && (0..=EXACT).contains(&integer)).then_some(integer as u64)
     }

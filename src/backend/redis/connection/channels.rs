@@ -57,7 +57,7 @@ pub(super) struct Link {
     pub(super) to_subscribe: Vec<Arc<str>>,
     // Channels that have moved to another server.
     pub(super) moved: Vec<Arc<str>>,
-    // Channels that had no listeners at that time, oldest first.
+    // Channels without listeners, and since when, oldest first.
     pub(super) unused: VecDeque<(Instant, Arc<str>)>,
     pub(super) wake: Arc<Notify>,
     pub(super) task: AbortHandle,
@@ -232,7 +232,8 @@ impl Shared {
         }
     }
 
-    /// Channels to subscribe to: new channels, and formerly refused channels with listeners. Also whether there are any of the latter.
+    /// Channels to subscribe to: new channels, and formerly refused channels that the server still has. Also whether there are any of the
+    /// latter.
     pub(crate) fn take_new(&self, server: &Server, mut refused: Vec<Arc<str>>) -> (Vec<Arc<str>>, bool) {
         let mut state = self.state();
         let State { channels, links, .. } = &mut *state;
@@ -260,7 +261,7 @@ impl Shared {
         );
     }
 
-    /// Records that no subscription was refused. `includes_refused`: among them were formerly refused channels.
+    /// Records that no subscription was refused. `includes_refused`: formerly refused channels were among the subscribed ones.
     pub(crate) fn allowed(&self, includes_refused: bool) {
         let mut state = self.state();
         if includes_refused || matches!(state.missing, Some(Permission::Command(_))) {
@@ -268,7 +269,8 @@ impl Shared {
         }
     }
 
-    /// Removes the channels that have moved to another server or had no listeners for a while. Also returns when to call this again.
+    /// Returns the channels to unsubscribe from: moved ones, and those that had no listeners for a while, which it removes. Also returns
+    /// when to call this again.
     pub(crate) fn take_unused(&self, server: &Server, now: Instant) -> (Vec<Arc<str>>, Option<Instant>) {
         let mut state = self.state();
         let State { channels, links, .. } = &mut *state;

@@ -27,7 +27,7 @@ pub(crate) async fn open(client: &Client, config: &AsyncConnectionConfig) -> Res
         Err(error) => Err(error),
     };
     Err(match outcome {
-        // An I/O error, too: the server may have sent the message before the client read from the connection.
+        // An I/O error counts as well: the server may have closed the connection before the client read the message.
         Err(error) if error::is_full(&error) || error.is_io_error() => error,
         _ => auth_error,
     })

@@ -39,7 +39,7 @@ impl Connector {
                 connection
             }
         };
-        // Without a password, a server accepts the connection and then refuses every command.
+        // If the client has no password, a server that requires one accepts the connection and then refuses every command.
         ping(&mut connection).await?;
         Ok((connection, term))
     }

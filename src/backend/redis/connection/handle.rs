@@ -52,7 +52,7 @@ struct Health {
     term: Option<PrimaryTerm>,
 }
 
-/// What the connections of one pool share.
+/// What the connections of all pools with one [`ServerState`](super::pool::ServerState) share.
 #[derive(Debug)]
 pub(crate) struct PoolHealth {
     epoch: Instant,
@@ -133,7 +133,8 @@ impl Connection {
             }
             Ok(_) | Err(_) => watch.replied(),
         }
-        // A server error is a value of its own kind. An error inside an array concerns one element, so it is left to the caller.
+        // The client library returns an error of the server as a `Value::ServerError`. The caller handles an error inside an array, which
+        // concerns one element. Only an error of a replica marks the connection in either case.
         let is_from_replica =
             |value: &Value| matches!(value, Value::ServerError(error) if error::is_from_replica(&error.clone().into()));
         let is_from_replica = match &reply {

@@ -22,8 +22,9 @@ use crate::backend::redis::sentinel::PrimaryTerm;
 const MIN_BACKOFF: Duration = Duration::from_millis(10);
 /// The longest pause. It is short enough for the pool to recover within a second of the server's return.
 const MAX_BACKOFF: Duration = Duration::from_millis(250);
-/// How long a failed attempt also counts for later calls, on top of the next pause and the duration of the attempt. Under load there is
-/// an attempt after every pause. After a lull the state is unknown, so a call waits for the attempt that it triggers.
+/// After a failed attempt, calls without a connection fail at once with its error. This ends after the next pause, an attempt of the same
+/// duration and this time. Under load there is an attempt after every pause. After a lull the state is unknown, so a call waits for the
+/// attempt that it triggers.
 const FAILURE_VALIDITY: Duration = Duration::from_millis(100);
 
 /// Multiplexed connections to one server, or to the primary of a Sentinel service.
@@ -352,7 +353,7 @@ impl Manager {
 }
 
 impl ServerState {
-    /// Waits until an attempt that began after `started` has succeeded, and then for as long as that attempt took.
+    /// Waits until an attempt that began after `started` has succeeded, and then [`LATE_AFTER`] longer than that attempt took.
     async fn overtaken(&self, started: Instant) {
         let is_later = |success: &Option<(Instant, Duration)>| success.is_some_and(|(at, _)| at > started);
         let mut success = self.success_sender.subscribe();

@@ -25,7 +25,7 @@ const MIN_CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// The bounds of the reply timeout. The upper bound limits how long a dead connection stays unnoticed.
 const MIN_REPLY_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_REPLY_TIMEOUT: Duration = Duration::from_secs(5);
-/// How often an idle connection is pinged.
+/// How often a connection is pinged.
 const PING_INTERVAL: Duration = Duration::from_secs(5);
 /// The interval on a cluster, where another node may take over.
 const NODE_PING_INTERVAL: Duration = Duration::from_secs(1);
@@ -96,8 +96,8 @@ pub(crate) struct Listener {
 /// State that pushed messages change.
 #[derive(Default)]
 struct ChannelState {
-    // The confirmed channels. The client library takes the push that a slot has moved for the reply to the latest command, so a reply
-    // alone proves no subscription.
+    // The confirmed channels. If a slot moves, the node pushes SUNSUBSCRIBE. The client library takes the push for the reply to the latest
+    // command, so a reply alone proves no subscription.
     subscribed: Mutex<HashSet<String>>,
     // Channels that this process is unsubscribing from.
     unsubscribing: Mutex<HashSet<String>>,
@@ -105,7 +105,7 @@ struct ChannelState {
 }
 
 impl Source {
-    /// Whether subscriptions are possible. A pool opens only the connections that it lends.
+    /// Whether subscriptions are possible. The connections of a pool's manager have no receiver for pushed messages.
     pub(crate) const fn can_subscribe(&self) -> bool {
         !matches!(self.servers, Publishers::One(Connector::Pool { .. }))
     }
@@ -319,7 +319,7 @@ impl ChannelState {
             PushKind::Unsubscribe => drop(self.subscribed().remove(&*channel)),
             PushKind::SUnsubscribe => {
                 self.subscribed().remove(&*channel);
-                // By now the channel may be subscribed to again.
+                // The push for the client's own SUNSUBSCRIBE is no event: by now, a listener may want the channel again.
                 if !self.unsubscribing().remove(&*channel) {
                     on_event(Event::Ended(&channel));
                 }

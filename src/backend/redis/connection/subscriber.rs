@@ -47,7 +47,7 @@ struct Listener {
     interest: Interest,
 }
 
-/// A new listener with its channels.
+/// A new listener with its receivers.
 struct Receivers {
     listener: Listener,
     is_confirmed: watch::Receiver<bool>,
@@ -137,7 +137,7 @@ impl Drop for Listener {
     }
 }
 
-/// Restarts the tasks that ended with their runtime.
+/// Restarts the tasks that ended with their runtime. On a cluster, also starts the router if none runs.
 fn restart_tasks(shared: &Arc<Shared>, state: &mut State) {
     for (server, link) in &mut state.links {
         if link.task.is_finished() {
@@ -164,7 +164,7 @@ fn assign(shared: &Arc<Shared>, state: &mut State, name: &Arc<str>) -> bool {
     if channel.is_at(&server) {
         return false;
     }
-    // `refused_by` stays set, for the next refusal.
+    // `refused_by` stays set only if the map names the refusing server again.
     channel.refused_by.take_if(|refusing| *refusing != server);
     let is_refused_again = channel.refused_by.is_some();
     channel.is_confirmed.send_replace(false);
@@ -227,7 +227,7 @@ async fn route(shared: Arc<Shared>, mut map_reads: watch::Receiver<()>) {
         }
         tokio::select! {
             read = map_reads.changed() => if read.is_err() { return },
-            // The current map points to a node that does not have the channel. Wait for the next read.
+            // A channel has lost its server, has no known node, or was the last one. Wait for the next read.
             () = shared.router_wake.notified() => continue,
             () = sleep(UNASSIGNED_PAUSE), if has_unassigned => {}
         }

@@ -44,7 +44,7 @@ pub(crate) async fn run(shared: Arc<Shared>, server: Server) {
         let mut subscriptions = Subscriptions { is_failing, ..Subscriptions::default() };
         let failure = match open(&shared, &server).await {
             Ok(listener) => match listen(&shared, &server, listener, &mut subscriptions).await {
-                // A new listener has already started another task.
+                // The server has no channels any more. The next listener starts another task.
                 Ok(()) => return,
                 Err(error) => error,
             },

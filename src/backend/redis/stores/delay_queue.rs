@@ -262,8 +262,8 @@ impl RedisBackend {
 impl RedisBackend {
     /// Adds a push to your own pipeline, so that the job is pushed if and when the pipeline runs, also within MULTI.
     ///
-    /// The reply is an array whose first element is a string. It is `1` if the job is new, and `0` if a job with this ID exists. It is `2` if
-    /// the queue is full, and `3` if another job holds the unique key. After `3`, the next element is the ID of that job.
+    /// The reply is an array whose first element is a string. It is `1` if the job is new, and `0` if a job with this ID exists. It is `2`
+    /// if the queue is full, and `3` if another job holds the unique key. After `3`, the next element is the ID of that job.
     ///
     /// ```no_run
     /// use tollgate::backend::redis::bb8_redis::redis;
@@ -362,7 +362,7 @@ fn claimed(reply: &Value, finishes: &PackedFinishes) -> Option<Claimed> {
     for pair in claims.chunks(2) {
         let [Value::Array(ids), Value::Array(records)] = pair else { return None };
         jobs.reserve(ids.len());
-        // Skip unreadable jobs, so that the others run. They become dead after their last attempt.
+        // Skip unreadable jobs, so that the others run. Unreadable jobs become dead after their last attempt.
         let stored = ids.iter().zip(records).filter_map(|(id, record)| stored(id, record, State::Running));
         jobs.extend(stored.map(|job| ClaimedJob { token, job }));
     }

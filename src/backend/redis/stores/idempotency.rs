@@ -114,7 +114,7 @@ impl RedisBackend {
 /// A script cannot count further exactly. Larger bounds are lowered to this, which no caller reaches.
 const MOST_COUNTED: u64 = 1 << 53;
 
-/// The bound of one partition of a cluster, so that all together have `max`. Keys fall on partitions at random: four standard
+/// The bound of one partition of a cluster. All partitions together admit more than `max`. Keys fall on partitions at random: four standard
 /// deviations of room keep a partition from filling before its caller has `max`.
 fn share(max: u64) -> u64 {
     let fair = max.div_ceil(PARTS);

@@ -9,7 +9,7 @@ use crate::backend::redis::batch::lock::{LockBatcher, acquired};
 use crate::backend::redis::cluster::slot;
 use crate::backend::redis::connection::subscriber::{Interest, Subscriber};
 use crate::backend::redis::error::{is_refused_for_now, store_error, unexpected_reply};
-use crate::backend::redis::scripts::{MAX_RENEWALS, Reply, lock_kind};
+use crate::backend::redis::scripts::{MAX_RENEWALS, Reply, lock_kind, publish};
 use crate::backend::redis::topology::Delivery;
 use crate::backend::redis::{Inner, RedisBackend};
 use crate::error::StoreError;
@@ -141,9 +141,8 @@ impl LockStore for RedisBackend {
 }
 
 impl RedisBackend {
-    /// A cluster sends PUBLISH messages to all of its nodes.
     pub(crate) fn publish(&self) -> &'static str {
-        if self.inner.locks.own.is_cluster() { "SPUBLISH" } else { "PUBLISH" }
+        publish(&self.inner.locks.own)
     }
 
     /// The batches of concurrent calls.
@@ -180,7 +179,7 @@ impl RedisBackend {
         let names = [&lease, &queue, &positions].map(String::as_str);
         let release = |names| scripts.lock_release(&locks.own, names, token, &channel, self.publish());
         let reply = match release(&names).await {
-            // The slot moves. Queued waiters poll once a second.
+            // While the slot moves, this releases only the lease. Queued waiters notice it when they poll, once a second.
             Err(error) if is_refused_for_now(&error) => release(&names[..1]).await,
             reply => reply,
         };
