@@ -19,7 +19,7 @@ if is == 1 then
   redis.call('HDEL', jobs, id)
   free(record, id, keeps_unique)
 elseif is == 2 and not is_job(record) then
-  -- Its lease may be gone, so no expiry would end it.
+  -- The job may have no lease, and then nothing would end the cancelled run.
   return redis.error_reply('TOLLGATE the value does not hold a job of version 1')
 elseif is == 2 and redis.call('HDEL', jobs, id) == 1 then
   redis.call('HSET', cancels, '\0' .. id, record)

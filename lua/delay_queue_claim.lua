@@ -6,10 +6,11 @@
 -- ARGV[6]  lease_ms  length of the leases, 10 to 86400000
 --
 -- Returns  {finished, now_us, more, next_ms, oldest_ms, token, expired, expired_dead, ids, records, ...}. finished: a digit for each job: 0
---          gone, or its id was pushed again since; 1 as requested; 2 dead; 3 lease lost; 4 cancelled. more: 1 if more jobs are due.
+--          gone, or its id was pushed again since; 1 as requested; 2 dead; 3 lease lost; 4 cancelled. more: 1 if more jobs are due or more
+--          leases have ended.
 --          next_ms: when to call again. oldest_ms: how long the oldest waiting job is due, -1 if none is. token: of the claimed jobs.
 --          expired: number of ended leases. expired_dead: id and attempts of jobs that died by that. Then the claimed jobs in pairs of
---          arrays, with an empty string for a missing record
+--          arrays, with null for a record that is missing or of a blocked job
 -- Repeat   harmless for acknowledged jobs: they are gone or lost. Jobs claimed the first time return when their leases end
 local worker, lease_ms = ARGV[4], ARGV[6] + 0
 -- The longest wait of a worker.
@@ -18,9 +19,9 @@ local max_wait_ms = 5000
 local reply, claimed = {finished, time[1] * 1000000 + time[2], 0, 0, 0, 0, expired, expired_dead}, 0
 local priority, lowest, ends = has_rare and 0 or 1, has_rare and 2 or 1, string.format('%d', later + lease_ms)
 local token_bytes
--- No ticket: tokens are above 0.
+-- Not the ticket of a job, because a ticket begins with a token above 0.
 local filler = string.rep('\0', 72)
--- Ids without a record are no jobs. Remove them: there may be any number.
+-- Ids without a record are no jobs. This script removes them, but looks at a bounded number of ids.
 local looked = 0
 while is_paused == 0 and priority <= lowest and claimed < limit and bytes < enough and looked < 512 do
   local room = math.min(limit - claimed, 64)
@@ -33,7 +34,7 @@ while is_paused == 0 and priority <= lowest and claimed < limit and bytes < enou
     local added, last = {}, 0
     if #found > 16 then
       -- Redis stores a hundred short members as a list, and searching it for each ticket takes longer than the rest of the script. A long
-      -- member converts the list to a tree, and the tree stays after its removal.
+      -- member converts the list to a skip list, which stays when the member is removed.
       redis.call('ZADD', leases, now, filler)
     end
     for i = 1, #found do

@@ -1,4 +1,4 @@
--- delay_queue_extend: renew the leases of tickets that still hold them.
+-- delay_queue_extend: renew the leases of tickets that are still in `leases`.
 --
 -- Includes delay_queue_time
 -- KEYS[1]  leases    sorted set of tickets, see delay_queue_keys      prefix:2:{delay_queue:<name>}:leases

@@ -1,7 +1,7 @@
--- delay_queue_push: store jobs of one priority until they are due, unless they exist.
+-- delay_queue_push: add jobs of one priority, unless they exist.
 --
 -- Includes server_notify, delay_queue_time, delay_queue_wake
--- KEYS[1]  jobs    expires `keep_ms` after the last job is due. This and the others but `ends`: see delay_queue_keys
+-- KEYS[1]  jobs    expires `keep_ms` after the last job is due. For all keys but `ends`, see delay_queue_keys
 -- KEYS[2]  due     of the priority, expires likewise
 -- KEYS[3]  dead
 -- KEYS[4]  unique  expires likewise
@@ -19,7 +19,8 @@
 --   position from 1, 6 bytes duration in ms (0 while the job exists), and the key
 --
 -- Value    see delay_queue_keys
--- Returns  {answers, holders ...}: a digit a job (0 the id exists, 1 new, 2 queue full, 3 another job holds its unique key), and for each
+-- Returns  {answers, holders ...}: a digit for each job (0 the id exists, 1 new, 2 queue full, 3 another job holds its unique key), and for
+--         each
 --   3 the id of the holder
 -- Errors   WRONGTYPE
 -- Repeat   harmless: waiting and running jobs stay as they are, done jobs are pushed again

@@ -8,7 +8,7 @@
 -- Repeat   harmless
 local first = 4
 
--- Takes the unique key of a job again, unless another job holds it. Returns whether the job may exist.
+-- Takes the unique key of a job again, unless another job holds it. Returns whether the job may wait again.
 local function hold(record, id)
   if math.floor(record:byte(14) / 4) % 4 ~= 1 then
     return true

@@ -1,12 +1,12 @@
 -- delay_queue_fetch: read records, a bounded number of bytes in all.
 
--- Bytes of records to read at a time, plus one record.
+-- About how many bytes of records a script reads. The last read may exceed it.
 local enough = 1048576
 
 local read, bytes = 0, 0
 
--- Reads records up to the byte limit, and returns them and their number. Starts with one record and estimates the size of the next ones;
--- a few small records are no basis for that.
+-- Reads records up to the byte limit, and returns them and their number. Starts with one record, and estimates how many of the next ones
+-- fit. Reads at most four times as many as so far, since small records may precede large ones.
 local function fetch(ids)
   local found, count = {}, 0
   while count < #ids and bytes < enough do

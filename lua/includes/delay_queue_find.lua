@@ -1,6 +1,6 @@
 -- delay_queue_find: where a job is.
 
--- 0 no such job, 1 waiting, 2 running, 3 dead; with its record, its set and its run.
+-- 0 no such job, 1 waiting, 2 running, 3 dead. Also returns its record and, for a waiting job, its set and its run.
 local function find(id)
   local record = redis.call('HGET', jobs, id)
   if not record then

@@ -19,12 +19,14 @@
 -- Value    jobs: 1 byte version 1, 6 bytes push time and 6 bytes due time in ms. 1 byte priority (0 to 2) plus 4 times the uniqueness: 0
 --          none, 1 while the job exists, 2 while it waits, 3 timed, 7 timed even if cancelled. 2 bytes attempts allowed, 2 bytes
 --          attempts used. 1 byte last failure: 0 none, 1 failed, 2 lease expired, 3 refused, 4 undecodable. 2 bytes length of the error,
---          1 byte of the unique key, 4 bytes of the headers, big endian. Then unique key, error, headers and payload.
+--          1 byte of the unique key, 4 bytes of the headers, big endian. Then unique key, error, headers and payload. If timed, the headers
+--          begin with 6 bytes, the duration of the hold in ms.
 --          unique: 6 bytes end in ms, 0 while the job exists; then the id.
 --          runs: the first id of 16 waiting jobs of normal priority and one due time, whose ids differ only in the last character: 0 to
 --          F, or G to Z without I, L, O and U. They are in no due set.
 --          leases: a ticket is 7 bytes token, big endian, and the id.
---          state: 1 byte version 1, 1 byte 1 if paused, 7 bytes last token, 6 bytes when the timekeeper looks again in ms, little endian;
+--          state: 1 byte version 1, 1 byte whether paused (1 or 0), 7 bytes last token, 6 bytes when the timekeeper looks again in ms,
+--          little endian;
 --          then the timekeeper, which is the worker that waits for the next due time.
 --          cancels: byte 0 and the id of a cancelled job, to its record; byte 1 and its unique key, to its id. A job with that id or key
 --          is not claimed before the cancelled run has ended

@@ -1,11 +1,12 @@
--- delay_queue_rare: unique keys, snoozed jobs and cancelled jobs that still run: most queues have none.
+-- delay_queue_rare: what most queues lack: other priorities than normal, dead, snoozed or cancelled jobs, unique keys, several idle
+-- workers.
 
--- Usually empty: one command finds that out.
+-- These keys are usually missing, which one command finds out.
 local has_rare = redis.call('EXISTS', high, low, dead, unique, cancels, snoozed, idle) > 0
 local has_unique = has_rare and redis.call('EXISTS', unique) == 1
 local has_cancels = has_rare and redis.call('EXISTS', cancels) == 1
 if has_cancels and redis.call('EXISTS', leases) == 0 and redis.call('HLEN', cancels) > 0 then
-  -- If a full server evicted the leases, no cancelled run would ever end. HLEN fails on a foreign key.
+  -- If a full server evicted the leases, no cancelled run would ever end. HLEN fails on a foreign key, which is then not removed.
   redis.call('UNLINK', cancels)
   has_cancels = false
 end

@@ -1,6 +1,6 @@
 -- delay_queue_record: the record of a job.
 
--- Foreign data is left alone.
+-- Whether a record is a job of version 1.
 local function is_job(record)
   return #record > 25 and record:byte(1) == 1 and record:byte(14) % 4 < 3
 end

@@ -15,7 +15,7 @@ local function take(priority, room)
     return count < #found and {unpack(found, 1, count)} or found, stored_jobs
   end
   local singles = redis.call('ZRANGEBYSCORE', normal, '-inf', now, 'WITHSCORES', 'LIMIT', 0, room)
-  -- Merge both sets: how many jobs, how far into either set, and the rest of a run.
+  -- Merges both sets, up to `most` jobs. Returns their ids, the rest of a run, and the next position in either set.
   local function merge(most)
     local found, count, left, single, run = {}, 0, {}, 1, 1
     while count < most and (singles[single] or whole[run]) do

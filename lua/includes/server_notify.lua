@@ -1,6 +1,6 @@
 -- server_notify: notify the subscribers of a channel.
 
--- Returns how many were notified. Without the right to publish, subscribers poll.
+-- Returns how many were notified. If the server refuses to publish, it returns 0, and the subscribers poll.
 local function notify(publish, channel, message)
   local notified = redis.pcall(publish, channel, message)
   if publish == 'SPUBLISH' and type(notified) ~= 'number' then

@@ -12,8 +12,9 @@ pub enum QueueError {
     /// waits or runs, no second one is added. If the job is done by then, it runs a second time, unless it is
     /// [unique for a time](super::Push::unique_for): `.unique_for(key, UniqueFor::Time(..))`.
     Store(StoreError),
-    /// The queue has its largest number of jobs, dead ones included. Try again later: jobs may be done, a worker may remove dead jobs beyond
-    /// the [limit](super::DelayQueue::keep_dead), or an operator may [forget](super::DelayQueue::forget) some.
+    /// The queue, or the partition of the job, has its largest number of jobs, dead ones included. Try again later: jobs may be done, a
+    /// worker may remove dead jobs beyond the [limit](super::DelayQueue::keep_dead), or an operator may [forget](super::DelayQueue::forget)
+    /// some.
     Full {
         /// The largest number of jobs.
         max: u64,
@@ -51,7 +52,7 @@ impl fmt::Display for QueueError {
             Self::Store(error) => fmt::Display::fmt(error, f),
             Self::Full { max } => write!(
                 f,
-                "the queue is full: it has {max} jobs, dead ones included; raise `max_jobs` or forget dead jobs"
+                "the queue is full: it, or the partition of the job, has {max} jobs, dead ones included; raise `max_jobs` or forget dead jobs"
             ),
             Self::TooLarge { bytes, max } => {
                 write!(f, "the job is too large: {bytes} bytes, and the limit is {max} bytes")

@@ -62,7 +62,7 @@ impl JobId {
         self.0.as_bytes()
     }
 
-    /// A ULID without its last digit, and that digit; `None` for other ids.
+    /// The id without its last character, and the value of that digit; `None` if its length or last character is not that of a ULID.
     #[cfg(feature = "redis")]
     pub(crate) fn digit(&self) -> Option<(&[u8], usize)> {
         let (last, stem) = self.as_bytes().split_last()?;
@@ -98,7 +98,7 @@ impl UniqueIds {
     }
 }
 
-/// 48 bits of time and 80 random bits. Within one millisecond each ULID is the previous one plus 1.
+/// 48 bits of time and 80 random bits. Within one millisecond, each later ULID is an increment of the first one.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 struct Ulid(u128);
 

@@ -126,7 +126,7 @@ impl<T> Job<T> {
         &mut self.extensions
     }
 
-    /// A handle that reports the cancellation of the job.
+    /// A handle that tells the service when to give up the job: see [`Cancellation`].
     #[must_use]
     pub fn cancellation(&self) -> Cancellation {
         self.cancellation.clone()
@@ -188,7 +188,8 @@ impl Cancellation {
         *self.is_cancelled.borrow()
     }
 
-    /// Waits until the attempt ends, or the service should give up the job, which returns `true`. For tasks that run beside the service.
+    /// Waits until the attempt ends or the service should give up the job. Returns `true` if the service should give it up. For tasks that
+    /// run beside the service.
     pub async fn ended(&mut self) -> bool {
         self.is_cancelled.wait_for(|is_cancelled| *is_cancelled).await.is_ok()
     }

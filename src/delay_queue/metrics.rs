@@ -123,7 +123,7 @@ mod imp {
         }
     }
 
-    /// The metrics of pushes to one queue and of its other calls, registered at the first store call.
+    /// The metrics of pushes to one queue and of its other calls, registered when the first of them is recorded.
     pub(crate) struct QueueMetrics {
         pushes: [Counter; PushResult::ALL.len()],
         store_errors: Counter,

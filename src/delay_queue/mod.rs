@@ -1,7 +1,8 @@
 //! Delayed jobs: stored until they are done, never early, and run at least once.
 //!
 //! A [`DelayQueue`] keeps jobs in a backend until they are due: in this process ([`MemoryBackend`](crate::MemoryBackend)) or in Redis,
-//! where any number of processes push and claim. Beside the workers you need no scheduler, leader or reaper.
+//! where any number of processes push and claim. You run only workers: the queue needs no scheduler, no leader and no process that cleans
+//! up.
 //!
 //! ```
 //! # #[cfg(feature = "json")] {
@@ -40,7 +41,7 @@
 //! * Not exactly once: if a worker dies or stalls, its job runs again. Use the [fence](Job::fence) or the id to reject effects that
 //!   happened already.
 //! * Not on time if the store's clock is set back. Due jobs, and the jobs of dead workers, are then late by that amount.
-//! * No ordering, except that jobs due in the same millisecond are claimed in the order of their ids.
+//! * No order of execution. Workers claim due jobs by priority, then by due time, then by id, but claimed jobs run concurrently.
 //!
 //! # Options
 //!
@@ -122,7 +123,7 @@
 //!
 //! A job waits until it is due. It then runs under a lease, which the worker extends, and it is removed when it is done. After a failure
 //! the job waits again, for the worker's backoff. After its last attempt it is dead. You can [list](DelayQueue::dead) dead jobs,
-//! [replay](DelayQueue::replay) them or [forget](DelayQueue::forget) them, by a filter or by id. Releasing a job uses up no attempt.
+//! [replay](DelayQueue::replay) them or [forget](DelayQueue::forget) them, by a filter or by id. If a worker releases a job, for instance at its shutdown, the attempt does not count.
 //!
 //! | | waiting | running | dead | done, or unknown id |
 //! | --- | --- | --- | --- | --- |
@@ -179,16 +180,17 @@
 //! [`LockLayer::with_semaphore`](crate::LockLayer::with_semaphore) lets several jobs of a key run at a time, across all processes.
 //! Use it to limit the concurrent jobs of each tenant, for example.
 //!
-//! `Recurring` (feature `cron`) pushes periodic jobs: a cron pattern in a time zone. Any number of processes may run it, and each
+//! `Recurring` (feature `cron`) pushes a job for each time of a cron pattern in a time zone. Any number of processes may run it, and each
 //! occurrence is pushed once.
 //!
-//! An idle worker sleeps until the next job is due. Its timer is set from the store's clock. When a job with an earlier due time is pushed,
-//! the store wakes one worker through a separate connection. A few other workers also check, 200 to 350 ms after the next job is due or
-//! the first lease has ended, in case that worker has died. If it has, a job that was pushed at least 5 s before it is due is at most half
-//! a second late, and any other job at most 5 s. Since notifications can get lost, each worker also checks every five seconds, in each
-//! partition of a [split](DelayQueue::split) queue. An idle worker does nothing else. A worker that has no capacity for due jobs wakes
-//! another one. In memory no notification gets lost, and an idle worker does nothing. A worker with running jobs still checks periodically: a
-//! job that [blocks its thread](DelayQueueWorker#leases) can delay the wake-ups for jobs that it has just pushed.
+//! In Redis, one idle worker sleeps until the next job is due; in memory, all idle workers do. Its timer is set from the store's clock.
+//! When a job with an earlier due time is pushed, the store wakes one worker through a separate connection. In case the sleeping worker has
+//! died, a few others also check, 200 to 350 ms after the next job is due or the first lease has ended. If it has, a job that was pushed at
+//! least 5 s before it is due is at most half a second late, and any other job at most 5 s. Since notifications can get lost, each worker
+//! also checks every five seconds, in each partition of a [split](DelayQueue::split) queue. An idle worker does nothing else. A worker that
+//! has no capacity for due jobs wakes another one. In memory no notification gets lost, and an idle worker does nothing. A worker with
+//! running jobs still checks periodically: a job that [blocks its thread](DelayQueueWorker#leases) can delay the wake-ups for jobs that it
+//! has just pushed.
 //!
 //! # Rate limits
 //!
@@ -220,7 +222,7 @@
 //! | | |
 //! | --- | --- |
 //! | `tollgate_jobs_total` | ended attempts, by `outcome`: `done`, `retried`, `snoozed`, `dead`, `cancelled`, `released`, `lease_lost` |
-//! | `tollgate_job_leases_expired_total` | attempts whose lease expired unfinished, as found by the next claim: by `outcome`, `returned` (the job waits again, or is removed if it was cancelled) or `dead`. If the first worker comes back, it also counts the attempt as `lease_lost` |
+//! | `tollgate_job_leases_expired_total` | attempts whose lease expired unfinished. The next claim counts them, by `outcome`: `returned` (the job waits again, or is removed if it was cancelled) or `dead`. If the first worker comes back, it also counts the attempt as `lease_lost` |
 //! | `tollgate_job_lateness_seconds` | a histogram: the time from due to claimed; for a snoozed job, from when it was first due |
 //! | `tollgate_job_seconds` | a histogram: how long attempts ran |
 //! | `tollgate_jobs_running` | jobs that are running in this process |
@@ -251,7 +253,7 @@
 //! # Bounds
 //!
 //! A queue has at most [`max_jobs`](DelayQueue::max_jobs) jobs, and a job at most [`max_size`](DelayQueue::max_size) bytes of payload and
-//! headers. Dead jobs are limited in [number and age](DelayQueue::keep_dead), and to half of all jobs. In a [split](DelayQueue::split)
+//! headers. Dead jobs are limited in [number and age](DelayQueue::keep_dead), and to half of `max_jobs`. In a [split](DelayQueue::split)
 //! queue the limits on jobs and dead jobs apply to each partition. A delay is at most [`Due::MAX_DELAY`]. Each script handles about
 //! [`MAX_BATCH`](store::MAX_BATCH) jobs at most, however many are due.
 //!

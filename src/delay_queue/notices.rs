@@ -49,7 +49,7 @@ impl Notices {
         is_logged
     }
 
-    /// Logs how many jobs were suppressed in the current second, and begins another, if it is over.
+    /// If the current second is over, logs how many jobs it suppressed, and begins the next second.
     pub(crate) fn log_summary(&mut self, now: Instant) {
         if now.saturating_duration_since(self.since) >= SECOND {
             self.log_suppressed();

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::backoff::Backoff;
-use super::record::{Due, Reason};
+use super::record::{Due, FailureInfo, Reason};
 use super::store::{AckKind, MAX_ERROR_LEN};
 use crate::error::{BoxError, ContentionHint, causes};
 use crate::idempotency::OperationError;
@@ -80,7 +80,7 @@ impl Outcome {
         Self::new(Kind::Cancel)
     }
 
-    /// The cause, which is stored with the job. Defaults to none.
+    /// The cause. Its text is stored with the job if the job is tried again or dead. Defaults to none.
     #[must_use]
     pub fn because(mut self, error: impl Into<BoxError>) -> Self {
         self.detail.source = Some(error.into());
@@ -128,13 +128,13 @@ pub(crate) enum FailureAction {
     Ack(AckKind),
     /// Over a rate limit, which has capacity for one more job after this time.
     Limited(Duration),
-    /// Another job or client holds the lock or runs the operation for up to this time, and may end earlier.
+    /// Another job or client holds the lock or runs the operation. The job waits for about this time, at most [`MAX_BUSY_WAIT`].
     Busy(Duration),
     /// Cancelled by the service.
     Cancelled,
 }
 
-/// How long a single job waits for a lock at most. The lock may be released at any time.
+/// How long a job waits for a lock at most, without the extra delay if many jobs wait. The lock may be released at any time.
 const MAX_BUSY_WAIT: Duration = Duration::from_secs(1);
 /// Prevents claiming the same job in a busy loop.
 const MIN_SNOOZE: Duration = Duration::from_millis(10);
@@ -189,15 +189,14 @@ pub(crate) fn error_text(error: &BoxError) -> Arc<str> {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(cause) = next.filter(|_| text.len() < MAX_ERROR_LEN) {
-        // The error above these has the same text.
+        // These sources add nothing to the text of the error above them.
         if !(cause.is::<Detail>() || cause.is::<Denial>() || cause.is::<ContentionHint>()) {
             text.push_str(": ");
             text.push_str(&cause.to_string());
         }
         next = cause.source();
     }
-    let end = (0..=MAX_ERROR_LEN.min(text.len())).rev().find(|&end| text.is_char_boundary(end)).unwrap_or_default();
-    text.truncate(end);
+    text.truncate(FailureInfo::cut(&text).len());
     text.into()
 }
 

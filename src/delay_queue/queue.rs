@@ -67,7 +67,7 @@ impl<T, C> DelayQueue<T, C> {
         Self { handle, dead: DeadLimits::default(), codec: Arc::new(codec), payload: PhantomData }
     }
 
-    /// Adds a worker or schedule that starts to the shutdown of the backend.
+    /// Registers a worker or schedule for the shutdown of the backend. Call it when the worker or schedule starts.
     pub(crate) fn start_activity(&self) -> ActivityGuard {
         let guard = ActivityGuard::new();
         self.handle.store.add_to_shutdown(&ShutdownTarget::new(guard.activity()));
@@ -101,8 +101,9 @@ impl<T, C> DelayQueue<T, C> {
     /// Defaults to 1,000,000. A push beyond that is [full](QueueError::Full).
     ///
     /// Dead jobs take up at most half of it, whatever [`keep_dead`](Self::keep_dead) says. Set the same value on the queue of a
-    /// [worker](super::DelayQueueWorker), which enforces that. A [`MemoryBackend`](crate::MemoryBackend) holds no more jobs than its
-    /// capacity, which is shared by all queues and defaults to 100,000. Beyond that it returns [`QueueError::Store`].
+    /// [worker](super::DelayQueueWorker), which enforces that. In a [`MemoryBackend`](crate::MemoryBackend), a single queue holds no more
+    /// jobs than the capacity, which defaults to 100,000. All queues together hold less than twice as many. Beyond that it returns
+    /// [`QueueError::Store`].
     #[must_use]
     pub fn max_jobs(mut self, jobs: u64) -> Self {
         self.handle.max_jobs = jobs;
@@ -134,7 +135,8 @@ impl<T, C> DelayQueue<T, C> {
     /// At most half of [`max_jobs`](Self::max_jobs) may be dead, so that dead jobs do not block new ones. The age is at most 90 days
     /// ([`DeadLimits::MAX_AGE`]). The limits of a [worker's](super::DelayQueueWorker) queue count: each claim removes what exceeds the limits
     /// of the claiming worker, without a log line. Set the same limits for all workers of this queue. A full
-    /// [`MemoryBackend`](crate::MemoryBackend) may keep fewer: new jobs replace dead ones beyond half of the capacity of all queues.
+    /// [`MemoryBackend`](crate::MemoryBackend) may keep fewer: while the dead jobs of all queues use more than half of its capacity, new
+    /// jobs replace some.
     #[must_use]
     pub fn keep_dead(mut self, count: u64, age: Duration) -> Self {
         self.dead = DeadLimits { count, age: age.min(DeadLimits::MAX_AGE) };
@@ -182,13 +184,16 @@ impl<T, C> DelayQueue<T, C> {
         Push::new(self.handle.clone(), payload)
     }
 
+    /// Pushes several jobs. Returns a result for each, in order.
     ///
-    /// Jobs of [normal](super::Priority::Normal) priority without an [id](Push::id) and with the same due time are cheaper while they wait.
-    /// They take about half the memory of others in Redis, and two thirds of the work, unless the queue is [split](Self::split).
+    /// A store call takes up to [`MAX_BATCH`] jobs of one partition, of about 1 MiB in total. Jobs of [normal](super::Priority::Normal)
+    /// priority with the same due time are cheaper while they wait, if no job of the call has an [id](Push::id) or a
+    /// [unique key](Push::unique). They take about half the memory of others in Redis, and two thirds of the work, unless the queue is
+    /// [split](Self::split).
     ///
-    /// Each has to be a push of this queue, of a clone, or of a queue with the same name and split on the same backend. Clones of a backend
-    /// are the same backend. Two backends that were opened separately are not the same, even if they use the same server. Any other push
-    /// fails with [another queue](ConfigError::OtherQueue), and is pushed nowhere.
+    /// Each push has to come from this queue, a clone of it, or a queue with the same name and number of partitions on the same backend.
+    /// Clones of a backend are the same backend. Two backends that were opened separately are not the same, even if they use the same
+    /// server. Any other push fails with [another queue](ConfigError::OtherQueue), and is pushed nowhere.
     ///
     /// Each store call has the [deadline](Self::deadline). If a call fails, its jobs fail, and the other calls go on. If the
     /// [circuit](Self::circuit_breaker) is open, the call waits for up to a second until the store may be probed. Jobs that are left after
@@ -354,7 +359,7 @@ impl<T, C> DelayQueue<T, C> {
         self.reschedule(id, Duration::ZERO).await
     }
 
-    /// Replaces the payload of a waiting job. Its headers stay, and count for its [size](Self::max_size).
+    /// Replaces the payload of a waiting job. The headers of the job stay, and count towards its [size](Self::max_size).
     ///
     /// # Errors
     ///
@@ -471,7 +476,8 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// Removes all waiting jobs, due or not, without running them. Returns how many. Their unique keys are released, unless you
-    /// [keep](Purge::keep_unique) the keys held for a time. Running jobs go on. To let workers finish their jobs, see
+    /// [keep](Purge::keep_unique) the keys held for a time. The keys of `Recurring` jobs [stay](super::UniqueFor::Occurrence). Running jobs
+    /// go on. To let workers finish their jobs, see
     /// [`DelayQueueWorker::run_until`](super::DelayQueueWorker::run_until).
     ///
     /// In each partition of the queue, this removes as many jobs as waited when it began, so it ends however fast jobs are pushed meanwhile.
@@ -524,8 +530,8 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// Lets the dead jobs with these ids wait again, as [`replay`](Self::replay) does. Returns for each, in order, whether it waits again:
-    /// `false` if it is not dead, does not exist, or another job holds its unique key. Reads no other dead jobs: it makes one store call for
-    /// each partition of the queue and [`MAX_BATCH`] ids, or fewer ids if the jobs exceed about 1 MiB.
+    /// `false` if it is not dead, does not exist, or another job holds its unique key. Reads no other dead jobs: each store call takes up
+    /// to [`MAX_BATCH`] ids of one partition, or fewer if the jobs exceed about 1 MiB.
     ///
     /// ```
     /// # #[cfg(feature = "json")] {
@@ -610,8 +616,8 @@ impl<T, C> DelayQueue<T, C> {
             if changed >= limit {
                 break;
             }
-            // Jobs that die meanwhile are listed last, also jobs that this call replayed. Visiting only as many as were there before bounds
-            // the loop, however fast jobs die.
+            // Jobs that die meanwhile are listed last, even jobs that this call has replayed. Visiting only as many as were there before
+            // bounds the loop, however fast jobs die.
             let mut unseen = self.handle.call(queue, |store, deadline| store.counts(queue, deadline)).await?.dead;
             // Jobs that do not match or cannot be changed stay in the list, and are not visited again.
             let mut skip = 0;
@@ -623,7 +629,7 @@ impl<T, C> DelayQueue<T, C> {
                     .await?;
                 unseen = unseen.saturating_sub(page.len() as u64);
                 let (mut rest, mut left) = (page.iter(), page.len());
-                // Try no more at a time than may be changed, since a job that cannot be changed leaves room for the next one.
+                // Try at most as many jobs as may still be changed. If one of them cannot be changed, the next round tries another one.
                 while changed < limit && rest.len() > 0 {
                     let wanted = rest.by_ref().filter(|job| filter(job)).map(|job| job.id);
                     let ids: Vec<_> = wanted.take(limit - changed).collect();
@@ -652,7 +658,7 @@ impl<T, C> DelayQueue<T, C> {
 
 /// Calls of the worker.
 impl<T, C> DelayQueue<T, C> {
-    /// How many dead jobs are kept: at most half of all, so that they do not block new ones.
+    /// The limits on dead jobs. The number is at most half of `max_jobs`, so that dead jobs do not block new ones.
     pub(crate) fn dead_limits(&self) -> DeadLimits {
         DeadLimits { count: self.dead.count.min(self.handle.max_jobs / 2), ..self.dead }
     }

@@ -35,7 +35,7 @@ impl QueueHandle {
         self.call_when_admitted(queue, &mut CircuitWait::none(), operation).await
     }
 
-    /// Calls the store, after waiting for an open circuit if `wait` allows it.
+    /// Calls the store. While the circuit is open, it first waits for a probe, for as long as `wait` allows.
     async fn call_when_admitted<A>(
         &self,
         queue: QueueKey,

@@ -66,7 +66,7 @@ pub struct Unique {
     pub span: UniqueFor,
 }
 
-/// How long a job excludes others with the same unique key. A dead job excludes no others, except for a fixed time.
+/// How long a job excludes others with the same unique key. A dead job excludes others only if it holds its key for a [time](Self::Time).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum UniqueFor {
@@ -161,12 +161,12 @@ pub struct StoredJob {
     pub priority: Priority,
     /// When the job was pushed, by the store's clock.
     pub enqueued_at: SystemTime,
-    /// When the job is due, or was before it was claimed, by the store's clock. While the job is snoozed: when the snooze ends. Snoozing does
-    /// not change the due time.
+    /// When the job is due, or was before it was claimed, by the store's clock. While the job is snoozed: when the snooze ends. After the
+    /// snooze the field has the earlier due time again.
     pub due_at: SystemTime,
     /// The unique key.
     pub unique: Option<Unique>,
-    /// Why the last attempt failed, and why the job is dead.
+    /// Why the last failed attempt failed. For a dead job, this is why it is dead.
     pub failure: Option<FailureInfo>,
     /// The headers.
     pub headers: Headers,
@@ -218,7 +218,7 @@ impl FailureInfo {
     }
 }
 
-/// What ended an attempt, or the last one.
+/// The kind of failure of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reason {

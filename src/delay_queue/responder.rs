@@ -5,7 +5,7 @@ use crate::rate_limit::{AnnotateResponse, LimitInfo, RateLimitHandle};
 use crate::responder::{ErrorResponder, Responder};
 
 /// The responder of layers in front of a service of [jobs](Job). A rejection becomes an error, as with
-/// [`ErrorResponder`](crate::responder::ErrorResponder), for which the worker puts the job off.
+/// [`ErrorResponder`](crate::responder::ErrorResponder). The worker then snoozes the job, or makes it dead if the limit can never allow it.
 ///
 /// A job that passes a layer carries its handle in the [extensions](Job::extensions). A [`RateLimitLayer`](crate::RateLimitLayer) adds a
 /// [`RateLimitHandle`], with which the service reports the final cost. A [`LockLayer`](crate::LockLayer) adds a [`LeaseHandle`], which has

@@ -108,7 +108,7 @@ impl Schedule {
         successors(self.next_after(instant), |time| self.next_after(*time))
     }
 
-    /// The times for which a job may exist if the clock says `now`: up to the next one by a clock that is ahead.
+    /// The times after `now` for which a process may have pushed a job: up to the next time by a clock that is [`MAX_CLOCK_SKEW`] ahead.
     fn upcoming(&self, now: SystemTime) -> impl Iterator<Item = SystemTime> {
         let last = self.next_after(now + MAX_CLOCK_SKEW);
         self.after(now).take_while(move |time| last.is_none_or(|last| *time <= last))
@@ -129,14 +129,16 @@ fn invalid(error: &dyn Error) -> ConfigError {
 /// Any number of processes may run it at the same time. The id of a job is the name of the schedule and its time in seconds since 1970,
 /// such as `nightly@1767225600`, so that each job is pushed once. There is no leader.
 ///
-/// The job of the next time is pushed as soon as the previous one is due. So it runs even if no process with a `Recurring` is left by then. Further times without such a process are not made up for. The clocks of the processes may differ by up to an hour: the store's
-/// clock determines when a job is due.
+/// The job of the next time is pushed as soon as the previous one is due. So a worker runs that job even if no process with a `Recurring`
+/// is left at its time. Further times without such a process are not made up for. The clocks of the processes may differ by up to an hour:
+/// the store's clock determines when a job is due.
 ///
 /// After you change or drop a schedule, one of its jobs is therefore left, and more if the clock of a pushing process is ahead. These jobs
 /// run at their times unless you [`retire`](Self::retire) the schedule.
 ///
 /// To skip one time, [cancel](DelayQueue::cancel) its job: no `Recurring` pushes that time again. To undo that,
-/// [release](DelayQueue::release_unique) the unique key, which is the id of the job, before the next `Recurring` starts.
+/// [release](DelayQueue::release_unique) the unique key, which is the id of the job. The next `Recurring` that starts before that time
+/// pushes the job again.
 ///
 /// ```
 /// use std::time::Duration;
@@ -258,7 +260,7 @@ where
             let left_out = self.schedule.count(time, last);
             if left_out > 0 {
                 let (name, is_more) = (&self.schedule.name, left_out == MAX_COUNTED);
-                tracing::warn!(queue = %self.queue.name(), schedule = name, left_out, is_more, "times of a schedule were missed: they have no job unless another process pushed it");
+                tracing::warn!(queue = %self.queue.name(), schedule = name, left_out, is_more, "times of a schedule were missed: they have no jobs unless another process pushed them");
             }
         }
     }
@@ -271,7 +273,7 @@ where
             if now + CLOCK_TOLERANCE < last && self.schedule.next_after(now).is_some_and(|next| next < time) {
                 return false;
             }
-            // A sleep may end slightly early by a clock with a finer resolution.
+            // By the system clock, a sleep may end slightly early. The minimum keeps the loop from spinning.
             sleep(remaining.clamp(Duration::from_millis(1), LONGEST_SLEEP)).await;
         }
     }

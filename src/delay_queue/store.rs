@@ -79,8 +79,9 @@ pub trait DelayQueueStore {
     /// The job with this id, in any state; `None` if there is none.
     fn get(&self, queue: &QueueKey, id: &JobId) -> impl Future<Output = Result<Option<StoredJob>, StoreError>> + Send;
 
-    /// Removes a waiting job. If the job is running, its worker is notified, and the job is not tried again: its id is free at once. Its unique
-    /// key is free, too, unless `keeps_unique` keeps a key that is held for a [time](UniqueFor::Time).
+    /// Removes a waiting job. If the job is running, its worker is notified, and the job is not tried again: its id is free at once. Its
+    /// unique key is free, too. Two keys stay: one held for a [time](UniqueFor::Time) if `keeps_unique`, and one held for an
+    /// [occurrence](UniqueFor::Occurrence).
     ///
     /// A job that is pushed under a freed id or key is not claimed before the cancelled run has ended, by its finish or with its lease.
     fn cancel(
@@ -109,9 +110,9 @@ pub trait DelayQueueStore {
     /// The number of jobs in each state.
     fn counts(&self, queue: &QueueKey) -> impl Future<Output = Result<Counts, StoreError>> + Send;
 
-    /// Lists jobs in one state, at most [`MAX_BATCH`], after skipping the first `skip`. Waiting jobs are sorted by due time within each
-    /// priority, with snoozed jobs last; running jobs by when their lease ends; dead jobs by when they died. It may return fewer jobs than
-    /// there are. An empty result means that no more follow.
+    /// Lists up to `limit` jobs in one state, and no more than [`MAX_BATCH`], after skipping the first `skip`. Waiting jobs are sorted by
+    /// due time within each priority, with snoozed jobs last; running jobs by when their lease ends; dead jobs by when they died. It may
+    /// return fewer jobs than there are. An empty result means that no more follow.
     fn list(
         &self,
         queue: &QueueKey,
@@ -123,8 +124,8 @@ pub trait DelayQueueStore {
     /// Stops or allows claims. Running jobs go on.
     fn pause(&self, queue: &QueueKey, is_paused: bool) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Removes waiting jobs, at most [`MAX_BATCH`] of them. Returns how many; 0 means that none is left. Their unique keys are free, unless
-    /// `keeps_unique` keeps the keys that are held for a [time](UniqueFor::Time).
+    /// Removes up to `limit` waiting jobs, and no more than [`MAX_BATCH`]. Returns how many; 0 means that none is left. Unique keys are
+    /// released as by [`cancel`](Self::cancel).
     fn purge(
         &self,
         queue: &QueueKey,
@@ -137,10 +138,12 @@ pub trait DelayQueueStore {
 
     /// Lets dead jobs wait again, due at once and with all of their attempts. A job that is unique while it
     /// [waits or runs](UniqueFor::WaitingOrRunning) takes its key again, and stays dead if another job holds the key. Returns for each whether it
-    /// waits again. If the jobs are large or many, it may handle only the first of them, at least one, and leave the rest as they were.
+    /// waits again. If the jobs are large or many, it may handle only the first of them, at least one. It then returns results for these
+    /// only.
     fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> impl Future<Output = Result<Vec<bool>, StoreError>> + Send;
 
-    /// Removes dead jobs, and releases the unique keys that they hold for a [time](UniqueFor::Time). Returns for each whether it was dead. Like
+    /// Removes dead jobs, and releases the unique keys that they hold for a [time](UniqueFor::Time), but not for an
+    /// [occurrence](UniqueFor::Occurrence). Returns for each whether it was dead. Like
     /// [`replay`](Self::replay), it may handle only the first of them.
     fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> impl Future<Output = Result<Vec<bool>, StoreError>> + Send;
 
@@ -273,9 +276,9 @@ impl fmt::Display for WorkerId {
 pub struct Claim {
     /// The worker that claims.
     pub worker: WorkerId,
-    /// The largest number of jobs, up to [`MAX_BATCH`]: the worker's free capacity. If a worker gets that many, the store assumes that it does
-    /// not wait for more, and does not [notify](DelayQueueStore::watch) it until its next claim. It notifies all other workers. A claim may
-    /// return fewer jobs although [more](Claimed::more) are due, if the jobs are large.
+    /// The largest number of jobs, up to [`MAX_BATCH`]: the worker's free capacity. If a worker gets that many, the store assumes that it
+    /// does not wait for more, and does not [notify](DelayQueueStore::watch) it until its next claim. It may notify any other worker. A
+    /// claim may return fewer jobs although [more](Claimed::more) are due, if the jobs are large.
     pub limit: usize,
     /// How long the jobs are reserved for the worker without a renewal, from [`Claim::MIN_LEASE`] to [`Claim::MAX_LEASE`].
     pub lease: Duration,
@@ -331,7 +334,7 @@ impl Default for DeadLimits {
     }
 }
 
-/// A lease on a job: it allows to finish the job until another worker claims it.
+/// A lease on a job. Its holder can finish the job until the store has handled the end of the lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct JobLease {
@@ -383,7 +386,7 @@ pub enum AckKind {
         /// How long it waits.
         delay: Duration,
     },
-    /// The job waits, due as before, and the attempt does not count: its worker does not run it.
+    /// The job waits, due as before, and the attempt does not count: its worker did not start the job, or gave it up.
     Release,
     /// The job is dead: it is not tried again.
     Dead {
@@ -414,7 +417,8 @@ pub enum Finished {
     /// The job does not exist any more: an earlier call with this lease took effect, or another worker has finished the job. For
     /// [`Done`](AckKind::Done) and [`Cancelled`](AckKind::Cancelled), also if a new job with its id was pushed after this one was claimed.
     Gone,
-    /// Another worker has the job, or will have it: the lease had ended, or the store has lost it. Nothing changed.
+    /// The lease is not valid any more, but the job exists: the lease had ended, the store lost it, or an earlier call with it took effect.
+    /// Nothing changed.
     Lost,
 }
 
@@ -438,16 +442,16 @@ pub struct Claimed {
     pub finished: Vec<Finished>,
     /// The claimed jobs: by priority, then by due time, then by id.
     pub jobs: Vec<ClaimedJob>,
-    /// Whether more jobs are due.
+    /// Whether more jobs are due, or more leases have ended.
     pub more: bool,
-    /// When to claim again, unless [notified](DelayQueueStore::watch) earlier: the time until the next job is due, as far as this worker is
-    /// responsible for it. An earlier claim does no harm.
+    /// When to claim again, unless [notified](DelayQueueStore::watch) earlier: the time until the next job is due or the next lease ends.
+    /// If another worker waits for that, the store may return a longer time. An earlier claim does no harm.
     ///
     /// At most [`Claim::MAX_WAIT`] if notifications can get lost. `None` lets the worker sleep until it is notified.
     pub next: Option<Duration>,
     /// The age of the oldest job that is still due, as in [`Counts::oldest_due`].
     pub oldest_due: Option<Duration>,
-    /// The jobs whose lease had ended.
+    /// How many leases had ended, and how many of their jobs are dead.
     pub expired: Expired,
     /// The jobs that died because of that, as far as the store names them.
     pub died: Vec<Died>,

@@ -73,8 +73,9 @@ impl Warnings {
         if self.private.set() {
             tracing::warn!(
                 %client,
-                "ClientIp finds a client with a private address behind a trusted proxy: most likely this is another proxy, and \
-                 all its clients share one key; add its network to `ClientIp::trusting`, or count it in `ClientIp::trusting_hops`"
+                "ClientIp finds a client with a private address behind a trusted proxy: if this is another proxy, all its clients \
+                 share one key; add its network to `ClientIp::trusting`, or count it in `ClientIp::trusting_hops`, but never \
+                 the network of Kubernetes nodes: for those set `externalTrafficPolicy: Local`"
             );
         }
     }

@@ -714,7 +714,7 @@ mod queue {
         let error = queue.push(10).await.unwrap_err();
         assert_eq!(
             error.to_string(),
-            "the queue is full: it has 10 jobs, dead ones included; raise `max_jobs` or forget dead jobs"
+            "the queue is full: it, or the partition of the job, has 10 jobs, dead ones included; raise `max_jobs` or forget dead jobs"
         );
         let service = service_fn(async |_: Job<u8>| Err::<(), _>("no"));
         DelayQueueWorker::new(queue.clone(), service).run_until(sleep(Duration::from_secs(1))).await.unwrap();

@@ -1474,7 +1474,7 @@ async fn late_scheduler_does_not_report_missing_jobs() {
     assert!(queue.counts().await.unwrap().waiting >= 60, "each time has a job");
     let lines = log.lines();
     let late: Vec<_> = lines.iter().filter(|line| line.contains("times of a schedule")).collect();
-    let expected = "WARN times of a schedule were missed: they have no job unless another process pushed it";
+    let expected = "WARN times of a schedule were missed: they have no jobs unless another process pushed them";
     assert_eq!(late, [expected]);
 }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Microseconds by tokio's clock. It starts at 1, since 0 marks a key that was never used.
+/// Microseconds by tokio's clock. It starts at 1, since a receipt with a time of 0 means that nothing was charged.
 pub(super) struct Clock {
     epoch: Instant,
 }

@@ -92,7 +92,7 @@ impl Counts {
 
     /// Advances all limits to `now`.
     fn bring_up_to(&mut self, now: u64) {
-        // A test may use another clock than the test before it, so `now` may be earlier.
+        // `now` may be earlier if tests with different clocks share a backend.
         let now = now.max(self.last);
         for (limit, params) in self.limits.iter_mut().zip(self.policy.params()) {
             match limit {
@@ -242,7 +242,8 @@ impl SlidingLog {
         }
     }
 
-    /// Reserves space for one more request, and never for more than the quota allows. Shrinks the log some time after a burst.
+    /// Reserves space for at least one more request. It doubles the space up to the quota, and adds one request at a time beyond it.
+    /// Shrinks the log some time after a burst.
     fn make_room(&mut self, limit: u64) {
         let (len, capacity) = (self.requests.len(), self.requests.capacity());
         if len == capacity {

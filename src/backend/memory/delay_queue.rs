@@ -111,7 +111,7 @@ impl DelayQueueStore for MemoryBackend {
     }
 }
 
-/// Removes an unused queue after its last idle worker.
+/// Removes an unused queue when its last worker ends.
 struct Watcher {
     backend: MemoryBackend,
     queue: QueueKey,

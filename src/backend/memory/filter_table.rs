@@ -1,4 +1,4 @@
-//! The exists filters of this process.
+//! The exists filters of a memory backend.
 
 use std::collections::HashMap;
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -12,10 +12,10 @@ use crate::cache::exists_filter::store::{
 use crate::error::StoreError;
 use crate::key::Key;
 
-/// Bytes reserved for exists filters for each key that the backend may hold.
+/// How many bytes all exists filters together may use for each key of the capacity.
 const BYTES_PER_KEY: u64 = 1_024;
 
-/// The filters of this process. The table never evicts a filter. A new version that does not fit is refused.
+/// The filters of one memory backend and its clones. The table never evicts a filter. A new version that does not fit is refused.
 pub(super) struct FilterTable {
     filters: RwLock<Filters>,
     // The most bytes of all versions together.
@@ -107,7 +107,8 @@ impl FilterTable {
         let (mut filters, now) = (self.write(), Instant::now());
         let found = filters.ids.get(filter).copied().unwrap_or_default();
         if found == VersionIds::default() {
-            // Memory does not lose the ids of a version in use, so the filter is certainly missing, and no addition has to wait.
+            // Memory does not lose the ids of a version in use. So no process still uses a version, and callers need not wait before they
+            // go on.
             return Added::Missing { missing_for: Duration::MAX };
         }
         if found != *seen {

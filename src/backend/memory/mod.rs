@@ -40,7 +40,8 @@ use crate::store::shutdown::{ShutdownRegistry, ShutdownReport};
 /// Keeps all state in this process: no server, no background task, and the same decisions as with Redis.
 ///
 /// Its scope is this process. Ten replicas with a quota of 100 admit 1,000 together; use Redis where that matters. The backend logs its
-/// scope when it is created: at INFO if a URL [selected](crate::connect) it, and at DEBUG otherwise. Clones share all state.
+/// scope when it is created: at INFO if a URL [selected](crate::connect) it, and at DEBUG otherwise. Clones share all state; a second
+/// backend in the same process shares none of it.
 ///
 /// # Memory
 ///
@@ -65,8 +66,8 @@ use crate::store::shutdown::{ShutdownRegistry, ShutdownReport};
 /// that expire soon are evicted. A value of more than a sixteenth of this space is not stored (6 MiB by default). If more tags are in use than
 /// keys fit, tags are forgotten, and the entries with these tags are loaded again.
 ///
-/// Dead jobs may use half of the capacity of a single queue. If they use more, a push without enough space removes some of them: the oldest
-/// dead jobs of the queue with the most.
+/// The dead jobs of all queues together may use half of the capacity. If they use more, a push without enough space removes some of them:
+/// the oldest dead jobs of the queue with the most.
 ///
 /// All versions of [exists filters](crate::cache::exists_filter) together may have 1 KiB for each key of the capacity. A rebuild without
 /// enough space fails with an out-of-memory error.

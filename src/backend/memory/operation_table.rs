@@ -1,4 +1,4 @@
-//! The operations of this process.
+//! The operations of a memory backend.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasher, RandomState};
@@ -20,7 +20,7 @@ use crate::idempotency::{
 };
 use crate::key::Key;
 
-/// More than the number of threads that would lock shards at once.
+/// The number of shards. Threads wait for each other only if they use operations of the same shard.
 const SHARDS: usize = 16;
 /// Room for responses per record, in bytes on average.
 const BYTES_PER_RECORD: usize = 1_024;
@@ -33,7 +33,7 @@ const RECORD: Amount = Amount { records: 1, bytes: 0 };
 /// Number of expired records that each new one removes.
 const SWEEP: usize = 4;
 
-/// The operations of this process. None is removed before its time: without room, no operation can begin.
+/// The operations of one memory backend and its clones. None is removed before its time: without room, no operation can begin.
 pub(super) struct OperationTable {
     hasher: RandomState,
     shards: [Mutex<Shard>; SHARDS],
@@ -58,7 +58,7 @@ struct Shard {
 /// A record and its identity.
 struct Entry {
     operation: Operation,
-    // Unique to the record. Entries of the schedule hold this alone, since operations are large.
+    // Unique within the shard. Entries of `due` hold this number instead of the operation, which is large.
     number: u64,
     // The hash of the scope that it counts for.
     owner: u64,
@@ -131,7 +131,7 @@ impl Record {
     fn bytes(&self) -> usize {
         let answer = match &self.state {
             State::Completed { answer, is_kept: true } => answer.len(),
-            // A mark is a part of its record, and the number of records is bounded.
+            // A response that is not kept is a short mark, which counts as a part of its record.
             State::Completed { is_kept: false, .. } | State::Free | State::InFlight { .. } => 0,
         };
         answer + self.checkpoint.as_deref().map_or(0, Checkpoint::len)
@@ -283,7 +283,8 @@ impl OperationTable {
             checkpoint,
             is_bound,
             expires: now + claim.lease + claim.retention,
-            // It is checked then unless it is completed, which is rare.
+            // It is usually completed by then, and expires soon after. If it is still live at the check, `sweep` checks it again at its
+            // end.
             due: now + claim.retention,
         };
         let granted = record.granted();
@@ -560,7 +561,8 @@ impl OperationTable {
         let Some(shard) = self.shards.get(part) else { return page };
         let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
         let (now, len) = (Instant::now(), shard.records.len());
-        // From the end, since a removed entry is replaced by the last one. Zero marks the start of a partition, and so its end.
+        // From the end, since a removed entry is replaced by the last one. With a position of zero, the list of a shard begins, at the last
+        // entry.
         let start = if from.position == 0 { len } else { len.min(from.position as usize) };
         let end = start.saturating_sub(max);
         for (entry, ()) in (end..start).rev().filter_map(|hashed| shard.records.get_index(hashed)) {

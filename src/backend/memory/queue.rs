@@ -19,7 +19,8 @@ use crate::key::Key;
 /// As in Redis: how many expired leases one call reclaims, and how many dead jobs it removes.
 pub(super) const RECLAIM_BATCH: usize = 64;
 const MAX_TRIMMED: u64 = 320;
-/// If the system clock differs by this from its expected value, it was set, or the machine was suspended. More than two clock reads take.
+/// If the system clock differs by this from its expected value, it was set, or the machine was suspended. It is longer than two clock reads
+/// take.
 const CLOCK_STEP: Duration = Duration::from_secs(1);
 /// About how many bytes of jobs one call claims. The last job may exceed it.
 const CLAIMED_BYTES: usize = 1 << 20;
@@ -291,13 +292,13 @@ impl Queue {
         }
     }
 
-    /// Releases the unique key of a job that has ended, except a key that is held for a time.
+    /// Releases the unique key of a job, except a key that is held for a time.
     fn release_at_end(&mut self, id: &JobId, now: CallTime) {
         self.release(id, true, now);
     }
 
     /// Releases the unique key of a job. A key that is held for a time stays if the caller wants that, or if cancellation does not end the
-    /// hold. Returns the key if the job held it; a hold whose time has ended is none.
+    /// hold. Returns the key if it was released. A hold whose time has ended does not count.
     fn release(&mut self, id: &JobId, keeps_timed: bool, now: CallTime) -> Option<Key> {
         let Unique { key, span } = self.jobs.get(id)?.job.unique?;
         let keeps_timed = keeps_timed || matches!(span, UniqueFor::Occurrence(_));

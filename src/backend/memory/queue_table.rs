@@ -1,4 +1,4 @@
-//! All delay queues of this process, and their shared capacity.
+//! All delay queues of a memory backend, and their shared capacity.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -16,7 +16,7 @@ use crate::key::Key;
 /// How many bytes each job of the capacity provides, on average.
 const JOB_SHARE: usize = 1_024;
 
-/// The queues of this process. A queue is in the table while it has jobs, holds unique keys, is paused, or has an idle worker.
+/// The queues of one memory backend and its clones. A queue is in the table while it has jobs, unique keys or a worker, or is paused.
 pub(super) struct QueueTable {
     queues: Mutex<Queues>,
     origin: ClockOrigin,
@@ -30,7 +30,8 @@ pub(super) struct QueueTable {
 #[derive(Default)]
 struct Queues {
     all: HashMap<QueueKey, Queue>,
-    // When the first unique key that is held for a time expires, with the name and the part of its queue. Used to find unused queues.
+    // When the first unique key that is held for a time expires, with the name and the part of its queue. Used to find expired keys of all
+    // queues.
     ends: BTreeSet<(u64, Box<str>, u16)>,
     // The number and the bytes of dead jobs.
     dead: usize,
@@ -102,7 +103,7 @@ impl QueueTable {
 
     pub(super) fn push(&self, key: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
         let mut queues = self.queues();
-        // Each push also removes a few expired unique keys, beside those whose space its jobs take.
+        // Removes expired unique keys: as many as the jobs need space for, and two more for each job.
         let now_ms = self.origin.us() / 1_000;
         let demand = |queues: &Queues| queues.demand(key, jobs, max_jobs, now_ms);
         let (new, _) = demand(&queues);

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// More than the number of threads that would lock parts at once.
+/// The number of parts. Threads wait for each other only if they change owners of the same part.
 const PARTS: usize = 16;
 
 /// An amount of records and bytes.

@@ -29,12 +29,14 @@ enum Counters {
 }
 
 /// The count of a single limit, and the time of its last update.
-// The fields after the first are in the order of `Count`, so that the conversion does not distinguish the variants.
+// Except for the first `u64`, the `u64` fields are in the order of `Count`, so that the compiler can convert all variants with the same
+// code.
 #[derive(Clone, Copy)]
 enum One {
     TokenBucket { part: u32, last: u64, since: u64, debt: u64 },
     FixedWindow { last: u64, start: u64, used: u64 },
-    // Windows are computed from their start. A clock that was read before the last update is slightly behind, which is harmless.
+    // Needs no `last`: its windows are computed from their start. So time may go back slightly from one update to the next, which is
+    // harmless.
     SlidingWindow { previous: u64, start: u64, current: u64 },
 }
 

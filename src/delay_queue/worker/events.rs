@@ -69,7 +69,8 @@ pub enum Event {
         /// Which job.
         id: JobId,
     },
-    /// The lease of the job is lost: it could not be renewed in time, or the store has lost the job. Another worker has the job, or will.
+    /// The lease of the job is lost: it could not be renewed in time, or the store has lost the job. Another worker may have the job, or
+    /// have finished it.
     LeaseLost {
         /// Which job.
         id: JobId,

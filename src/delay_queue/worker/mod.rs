@@ -77,7 +77,7 @@ pub use self::settings::OnUndecodable;
 /// | [`OperationError::InFlight`](crate::idempotency::OperationError::InFlight), from [`Idempotent`](crate::idempotency::Idempotent) | as with `Busy`, until the outcome of the operation is known |
 /// | [`OperationError::NotStored`](crate::idempotency::OperationError::NotStored), from `Idempotent` | as with any error, although the operation was done. If the job is then done, let the service [return `Ok`](crate::idempotency::OperationError::NotStored) |
 /// | a store error of a layer | as with any error, so the attempt counts; you can configure a layer to let jobs pass instead |
-/// | by panicking, or an error whose text panics | as with an error; a service that [cannot be cloned](Self::one_by_one) is used again |
+/// | nothing, since it panics; or an error whose text panics | as with an error; a service that [cannot be cloned](Self::one_by_one) is used again |
 ///
 /// These errors are also found as a source of the error, and inside `anyhow`, `#[error(transparent)]` or
 /// [`io::Error::other`](std::io::Error::other). The outermost one counts.
@@ -94,9 +94,9 @@ pub use self::settings::OnUndecodable;
 /// # Leases
 ///
 /// A worker holds a job for the duration of a [lease](Self::lease), and renews it after a third of that for as long as the job runs. If the
-/// worker dies or stalls, other workers take over its jobs, and its late results have no effect. When its job should be given up, the
-/// service is [notified](Job::cancellation), and dropped if it does not end [in time](Self::abort_after). That happens if the lease is
-/// lost, the job was cancelled, or it exceeds the [maximum runtime](Self::max_runtime).
+/// worker dies or stalls, other workers take over its jobs, and its late results have no effect. If the lease is lost, the job is
+/// cancelled, or the attempt exceeds the [maximum runtime](Self::max_runtime), the worker [tells](Job::cancellation) the service to give up
+/// the job. If the service does not end [in time](Self::abort_after), the worker drops it.
 ///
 /// Run blocking work in [`spawn_blocking`](tokio::task::spawn_blocking). It goes on there when its service is dropped, unless it checks
 /// [`is_cancelled`](super::Cancellation::is_cancelled). Blocking work elsewhere delays the other tasks of its thread, and a service that
@@ -113,9 +113,9 @@ pub use self::settings::OnUndecodable;
 ///
 /// # When the store fails
 ///
-/// The worker retries its calls, first after 50 ms and then up to once a second, until the store works. It keeps the results of jobs and
-/// records them then. Meanwhile it keeps at most one instance of the service ready, and none between two calls, since others may need the
-/// permits.
+/// The worker retries its calls until the store works: first after 25 to 50 ms, and in the end every 0.5 to 1 s. It keeps the results of
+/// jobs and records them then. Meanwhile it keeps at most one instance of the service ready, and none between two calls, since others may
+/// need the permits.
 ///
 /// # Cancellation
 ///
@@ -211,8 +211,8 @@ impl<T, S, C> DelayQueueWorker<T, S, C> {
     /// The span of each attempt. Defaults to one named `job` with the fields `queue`, `id` and `attempt`. If the job has a
     /// [`traceparent`](https://www.w3.org/TR/trace-context/) header, the span also has `link.trace_id` and `link.span_id`.
     ///
-    /// With the feature `otel` the default span and your own link to the span of the push: see [traces](crate::delay_queue#traces). If `make`
-    /// panics, the attempt has failed, as it has if the service panics.
+    /// With the feature `otel`, the default span and the span that `make` returns both link to the span of the push: see
+    /// [traces](crate::delay_queue#traces). If `make` panics, the attempt has failed, as it has if the service panics.
     pub fn span(mut self, make: impl Fn(&Job<T>) -> Span + Send + Sync + 'static) -> Self {
         self.settings.span = Some(Arc::new(make));
         self

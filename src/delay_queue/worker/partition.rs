@@ -26,7 +26,7 @@ pub(crate) struct Partition {
     pub(crate) oldest_due: Option<Duration>,
     // When the last call was sent.
     pub(crate) called_at: Instant,
-    // Whether the store relies on this worker to claim when the next job is due, while other workers sleep.
+    // Whether the store may rely on this worker to claim when the next job is due, while other workers sleep.
     pub(crate) is_timekeeper: bool,
     // Whether the next call claims no job, so that the store relies on another worker.
     pub(crate) skips_claim: bool,
@@ -88,12 +88,12 @@ impl Partition {
     }
 
     /// When to call the store at the latest. If a due job cannot be claimed, the call refreshes the age of the oldest due job. While jobs
-    /// run, a job may block its thread and so delay the task that receives notifications.
+    /// run, the call replaces a notification that is late, because a job may block the thread of the task that receives it.
     pub(crate) fn refresh_at(&self, now: Instant, is_busy: bool) -> Option<Instant> {
         (is_busy || self.is_due(now) || self.oldest_due.is_some()).then(|| self.called_at + Claim::MAX_WAIT)
     }
 
-    /// Adds a result to record. It takes effect only before `lease_ends`.
+    /// Adds a result to record. After `lease_ends` the store may refuse it.
     pub(crate) fn add_ack(&mut self, lease_ends: Instant, ack: PendingAck) {
         self.pending_acks.push_back(PendingAck { lease_ends: Some(lease_ends), ..ack });
     }

@@ -37,7 +37,7 @@ impl PendingAck {
         Self { ack: Ack { lease, kind }, outcome, lease_ends: None, is_last: false, attempt: 0, first_sent_at: None }
     }
 
-    /// A stop after a cancellation. The store knows of the cancellation, and whether the unique key stays.
+    /// The result of a job that was cancelled through the queue. The store knows of the cancellation, and whether the unique key stays.
     pub(crate) fn cancelled(lease: JobLease) -> Self {
         Self { outcome: OutcomeLabel::Cancelled, ..Self::new(lease, AckKind::Done) }
     }
@@ -62,7 +62,8 @@ impl PendingAck {
             (Finished::Dead, ..) => OutcomeLabel::Dead,
             (Finished::Cancelled, ..) => OutcomeLabel::Cancelled,
             (Finished::Done, ..) => self.outcome,
-            // An earlier call has recorded it, as far as the worker can tell.
+            // The job would still exist if an earlier call had recorded the result, so a cancellation has removed it. The next arms assume
+            // that an earlier call recorded it.
             (Finished::Gone, Some(at), _) if self.is_kept(dead, now.saturating_duration_since(at)) => {
                 OutcomeLabel::Cancelled
             }
@@ -75,8 +76,8 @@ impl PendingAck {
         }
     }
 
-    /// Whether a job with this result is certainly still stored after `since`, unless it was cancelled. No worker can have finished it, since
-    /// its delay is not over. A dead job must not be too old to be kept.
+    /// Whether a job with this result is probably still stored after `since`, unless it was cancelled. No worker can have finished it,
+    /// since its delay is not over. A dead job must not be too old to be kept.
     fn is_kept(&self, dead: DeadLimits, since: Duration) -> bool {
         match &self.ack.kind {
             AckKind::Dead { .. } => dead.count > 0 && since < dead.age,

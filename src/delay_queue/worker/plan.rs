@@ -200,7 +200,7 @@ impl State<'_> {
 
     /// How many jobs a call that records `acks` results may claim.
     fn max_jobs(&self, partition: &Partition, free: usize, acks: usize, now: Instant) -> usize {
-        // The results that this call leaves behind use capacity, so that they cannot pile up, but only that of their own partition.
+        // Results that this call does not carry count as used capacity of their own partition, so that they cannot pile up.
         let free_of_part = free.saturating_sub(partition.pending_acks.len() - acks);
         let due =
             self.partitions.iter().filter(|partition| partition.is_due(now) && partition.failures == 0).count().max(1);

@@ -18,8 +18,8 @@ use crate::delay_queue::job::Job;
 use crate::delay_queue::store::AckKind;
 use crate::error::BoxError;
 
-/// The snooze of a job that this worker has abandoned and claimed again. Within [`Claim::MAX_WAIT`](crate::delay_queue::store::Claim::MAX_WAIT)
-/// other workers learn of due jobs.
+/// The snooze of a job that this worker has abandoned and claimed again. After it, another worker may claim the job: each one checks within
+/// [`Claim::MAX_WAIT`](crate::delay_queue::store::Claim::MAX_WAIT).
 const ABANDONED_SNOOZE: Duration = Duration::from_secs(3);
 
 /// The call that claimed a job.

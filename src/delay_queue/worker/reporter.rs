@@ -128,6 +128,8 @@ impl Reporter {
             (OutcomeLabel::Cancelled, _) | (_, AckKind::Cancelled) => Event::Cancelled { id },
             (_, AckKind::Dead { reason, error }) => Event::Dead { id, reason, error },
             (OutcomeLabel::Dead, AckKind::Retry { error, .. }) => Event::Dead { id, reason: Reason::Failed, error },
+            // The store could not read the job.
+            (OutcomeLabel::Dead, _) => Event::Dead { id, reason: Reason::Undecodable, error: "".into() },
             (_, AckKind::Retry { delay, error }) => Event::Retried { id, delay, error },
             (_, AckKind::Snooze { delay }) => Event::Snoozed { id, delay },
             (_, AckKind::Release) => Event::Released { id },

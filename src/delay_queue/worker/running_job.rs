@@ -29,7 +29,7 @@ impl RunningJob {
         }
     }
 
-    /// A result of this attempt.
+    /// Adds the number of this attempt, and whether it is the last one, to its result.
     pub(crate) fn ack(&self, ack: PendingAck) -> PendingAck {
         PendingAck { is_last: self.is_last, attempt: self.attempt, ..ack }
     }

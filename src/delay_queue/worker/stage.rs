@@ -19,7 +19,7 @@ pub(crate) enum Stage {
     Draining(Instant),
     /// Running services were told to give up and are dropped. Ends at this instant, since a future that never yields cannot be dropped.
     Releasing(Instant),
-    /// No job runs any more. The remaining results are recorded until this instant.
+    /// No job runs any more, except abandoned jobs that do not yield. The remaining results are recorded until this instant.
     Flushing(Instant),
 }
 
@@ -52,7 +52,7 @@ impl Stage {
     }
 }
 
-/// A day later if the time is too long for the clock.
+/// The instant `time` after `now`; a day after `now` if the clock cannot represent that instant.
 fn after(now: Instant, time: Duration) -> Instant {
     now.checked_add(time).unwrap_or_else(|| now + Claim::MAX_LEASE)
 }

@@ -18,7 +18,7 @@ pub(crate) struct StoreClient {
     breaker: CircuitBreaker,
     // One for each partition of the queue, since partitions may be on different nodes.
     circuits: Box<[Circuit]>,
-    // Created at the first store call, when the metrics recorder is installed.
+    // Created when first used, since the program may install the metrics recorder after it makes the queue.
     metrics: OnceLock<QueueMetrics>,
 }
 
