@@ -32,8 +32,8 @@ const COUNTERS: [(&str, &str); 33] = [
     ("tollgate_store_errors_total", "Store calls of rate limits that failed or were late"),
     ("tollgate_resolver_errors_total", "Requests for which a policy resolver failed or was late"),
     ("tollgate_circuit_transitions_total", "Openings and closings of the circuits of rate limits"),
-    ("tollgate_settlements_total", "Adjustments of charges"),
-    ("tollgate_leased_units_total", "Prefetched units of a quota: drawn, returned and lost"),
+    ("tollgate_settlements_total", "Corrections of charges"),
+    ("tollgate_leased_units_total", "Prefetched units of a quota: drawn, given back and expired"),
     ("tollgate_deny_cache_total", "Lookups in a cache of denials: hits, and misses that called the store"),
     (
         "tollgate_unreadable_client_addresses_total",
@@ -105,7 +105,7 @@ mod tests {
     const DOCS_AND_CODE: [(&str, &str); 9] = [
         (include_str!("rate_limit/mod.rs"), include_str!("rate_limit/metrics.rs")),
         (include_str!("http/mod.rs"), include_str!("http/client_ip_log.rs")),
-        (include_str!("config/mod.rs"), include_str!("config/usage.rs")),
+        (include_str!("config/mod.rs"), include_str!("config/rule_matches.rs")),
         (include_str!("lock/mod.rs"), include_str!("lock/metrics.rs")),
         (include_str!("idempotency/mod.rs"), include_str!("idempotency/metrics.rs")),
         (include_str!("cache/mod.rs"), include_str!("cache/metrics.rs")),

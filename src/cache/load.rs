@@ -25,7 +25,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 
 /// The parts of a cache that a load needs.
-pub(super) struct Inner<T, C> {
+pub(super) struct LoadContext<T, C> {
     pub(super) options: Arc<Options>,
     pub(super) client: StoreClient,
     pub(super) codec: Arc<C>,
@@ -38,7 +38,7 @@ pub(super) struct Inner<T, C> {
 }
 
 // Not derived, which would require `C: Clone`.
-impl<T, C> Clone for Inner<T, C> {
+impl<T, C> Clone for LoadContext<T, C> {
     fn clone(&self) -> Self {
         Self {
             options: Arc::clone(&self.options),
@@ -73,7 +73,7 @@ enum Acquired<T> {
     StoreFailed(StoreError),
 }
 
-impl<T: Send + Sync + 'static, C> Inner<T, C> {
+impl<T: Send + Sync + 'static, C> LoadContext<T, C> {
     /// Removes an entry of this process.
     pub(super) fn forget(&self, key: &CacheKey) {
         #[cfg(feature = "local-cache")]
@@ -94,7 +94,7 @@ impl<T: Send + Sync + 'static, C> Inner<T, C> {
     }
 }
 
-impl<T: Send + Sync + 'static, C: Codec<T>> Inner<T, C> {
+impl<T: Send + Sync + 'static, C: Codec<T>> LoadContext<T, C> {
     /// Loads the value of a key, or waits for the process that does.
     ///
     /// If the store has failed and no caller waits, nothing is loaded: the value could be neither stored nor returned. When the lease is

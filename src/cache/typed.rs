@@ -16,7 +16,7 @@ use super::batch::Batch;
 use super::error::CacheError;
 use super::exists_filter::ExistsFilter;
 use super::flights::{Flights, LoadWaiter, Outcome};
-use super::load::{Inner, Observed};
+use super::load::{LoadContext, Observed};
 use super::loaded::Loaded;
 use super::loader::{EndTracker, Loader, LoaderFn};
 #[cfg(feature = "local-cache")]
@@ -40,7 +40,7 @@ use crate::store::shutdown::ShutdownTarget;
 ///
 /// When the last clone is dropped, loads in progress are cancelled.
 pub struct Cache<T, C = Json> {
-    inner: Inner<T, C>,
+    inner: LoadContext<T, C>,
     filter: Option<ExistsFilter>,
     flights: Arc<Flights<T>>,
     tasks: Arc<Mutex<JoinSet<()>>>,
@@ -89,7 +89,7 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
         codec: C,
     ) -> Self {
         let name = name.into();
-        let inner = Inner {
+        let inner = LoadContext {
             options: Arc::new(Options::new(name, fresh_for)),
             client: StoreClient::new(Arc::new(store), name),
             codec: Arc::new(codec),
@@ -486,7 +486,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
 
     /// For a service around the cache: joins the load of a key that was looked up before, or starts it.
     #[cfg(feature = "http")]
-    pub(crate) fn load_unless_loading<L, F, R, E>(
+    pub(crate) fn join_or_load<L, F, R, E>(
         &self,
         key: Key,
         observed: Observed,
@@ -533,7 +533,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
     /// [`CacheError::TooLarge`] and [`CacheError::Encode`] if the value cannot be stored, and [`CacheError::Store`] if the store fails;
     /// the old value may then still be there.
     pub async fn set(&self, key: impl Into<Key>, value: impl Into<Loaded<T>>) -> Result<(), CacheError> {
-        let Inner { options, client, codec, .. } = &self.inner;
+        let LoadContext { options, client, codec, .. } = &self.inner;
         options.check()?;
         let (key, loaded) = (key.into(), value.into());
         if !loaded.is_cached {

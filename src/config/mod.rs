@@ -213,10 +213,10 @@ mod layer;
 mod model;
 mod path;
 mod pattern;
+mod rule_matches;
 mod rules;
 mod service;
 mod tree;
-mod usage;
 mod watch;
 
 pub use self::error::RulesError;

@@ -17,8 +17,8 @@ use super::key::RuleKey;
 use super::model::{self, AlgorithmName, ChargeName, ClientIpDef, File, Header, KeyPart, LimitDef, PolicyDef, RuleDef};
 use super::path::normalize;
 use super::pattern::check_path;
+use super::rule_matches::RuleMatches;
 use super::tree::{ParseError, PathSegment, path};
-use super::usage::Usage;
 use crate::error::ConfigError;
 use crate::http::{ClientIp, ForwardingHeader, contain_entire_family};
 use crate::on_failure::OnMissingKey;
@@ -36,7 +36,7 @@ pub struct Rules {
 pub(super) struct CompiledRules {
     file: File,
     pub(super) rules: Vec<Rule>,
-    pub(super) usage: Usage,
+    pub(super) rule_matches: RuleMatches,
     routers: Routers,
 }
 
@@ -261,7 +261,7 @@ impl CompiledRules {
             rules.push(rule.map_err(|error| error.within(index).within("rules"))?);
         }
         let routers = routers(&file.rules)?;
-        Ok(Self { usage: Usage::new(rules.len()), rules, routers, file })
+        Ok(Self { rule_matches: RuleMatches::new(rules.len()), rules, routers, file })
     }
 
     /// The rules that match the normalized path of a request and the path as the client spells it.
@@ -289,14 +289,14 @@ impl CompiledRules {
 
     /// Records the rules that a request matches. A request also logs the report of unmatched rules, because a task could outlive the rules.
     pub(super) fn record(&self, matches: &Matches) {
-        if self.usage.record(matches.matching, Rules::UNMATCHED_AFTER) {
+        if self.rule_matches.record(matches.matching, Rules::UNMATCHED_AFTER) {
             self.report_unmatched();
         }
     }
 
     /// Logs the rules that no request has matched.
     fn report_unmatched(&self) {
-        let unmatched: Vec<&RuleDef> = self.usage.unmatched().map(|index| &self.file.rules[index]).collect();
+        let unmatched: Vec<&RuleDef> = self.rule_matches.unmatched().map(|index| &self.file.rules[index]).collect();
         if unmatched.is_empty() {
             return;
         }

@@ -8,7 +8,7 @@ use crate::key::Key;
 
 /// Logs each job that dies or that a shutdown cuts off, up to a limit per second.
 #[derive(Debug)]
-pub(crate) struct Notices {
+pub(crate) struct DeadJobLog {
     queue: Key,
     // The start of the current second.
     since: Instant,
@@ -20,7 +20,7 @@ pub(crate) struct Notices {
 const MAX_PER_SECOND: u64 = 100;
 const SECOND: Duration = Duration::from_secs(1);
 
-impl Notices {
+impl DeadJobLog {
     pub(crate) fn new(queue: Key, now: Instant) -> Self {
         Self { queue, since: now, logged: 0, suppressed: 0 }
     }
@@ -69,7 +69,7 @@ impl Notices {
     }
 }
 
-impl Drop for Notices {
+impl Drop for DeadJobLog {
     fn drop(&mut self) {
         self.log_suppressed();
     }

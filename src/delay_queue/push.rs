@@ -149,7 +149,7 @@ impl Push {
     pub fn prepare(self) -> Result<PreparedPush, QueueError> {
         let handle = self.handle.clone();
         let job = self.into_job(JobId::unique)?;
-        Ok(PreparedPush { queue: handle.part_of(&job.id), job, max_jobs: handle.max_jobs })
+        Ok(PreparedPush { queue: handle.partition_of(&job.id), job, max_jobs: handle.max_jobs })
     }
 
     /// About how many ids are generated for it: see [`QueueHandle::generate_id`].
@@ -205,7 +205,7 @@ impl IntoFuture for Push {
             let job = self.into_job(JobId::unique)?;
             let id = job.id;
             let admission =
-                handle.push(handle.part_of(&id), vec![job], &mut CircuitWait::none()).await?.first().copied();
+                handle.push(handle.partition_of(&id), vec![job], &mut CircuitWait::none()).await?.first().copied();
             Pushed::of(id, admission, &handle)
         })
     }

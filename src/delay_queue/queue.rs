@@ -226,7 +226,7 @@ impl<T, C> DelayQueue<T, C> {
             }
             match push.into_job(|| ids.next()) {
                 Ok(job) => {
-                    let partition = usize::from(self.handle.part_of(&job.id).partition());
+                    let partition = usize::from(self.handle.partition_of(&job.id).partition());
                     partitions[partition].push((results.len(), job));
                     results.push(None);
                 }
@@ -263,7 +263,7 @@ impl<T, C> DelayQueue<T, C> {
     /// [`QueueError::Store`].
     pub async fn get(&self, id: impl Into<JobId>) -> Result<Option<StoredJob>, QueueError> {
         let id = id.into();
-        let queue = self.handle.part_of(&id);
+        let queue = self.handle.partition_of(&id);
         Ok(self.handle.call(queue, |store, deadline| store.get(queue, id, deadline)).await?)
     }
 
@@ -346,7 +346,7 @@ impl<T, C> DelayQueue<T, C> {
         if let Due::In(delay) = due {
             check_delay(delay)?;
         }
-        let queue = self.handle.part_of(&id);
+        let queue = self.handle.partition_of(&id);
         Ok(self.handle.call(queue, |store, deadline| store.reschedule(queue, id, due, deadline)).await?)
     }
 
@@ -370,7 +370,7 @@ impl<T, C> DelayQueue<T, C> {
     {
         let id = id.into();
         let payload = self.codec.encode(payload.borrow()).map_err(|error| QueueError::Encode(error.into()))?;
-        let (queue, max) = (self.handle.part_of(&id), self.handle.max_size);
+        let (queue, max) = (self.handle.partition_of(&id), self.handle.max_size);
         let stored = self.handle.call(queue, |store, deadline| store.get(queue, id, deadline)).await?;
         let bytes = payload.len() + stored.map_or(0, |job| job.headers.size());
         if bytes > max {
@@ -572,7 +572,7 @@ impl<T, C> DelayQueue<T, C> {
         let mut answers = Vec::new();
         for id in ids {
             let id = id.into();
-            partitions[usize::from(self.handle.part_of(&id).partition())].push((answers.len(), id));
+            partitions[usize::from(self.handle.partition_of(&id).partition())].push((answers.len(), id));
             answers.push(false);
         }
         for (queue, jobs) in self.partitions().zip(partitions) {

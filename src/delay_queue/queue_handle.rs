@@ -64,7 +64,7 @@ impl QueueHandle {
     }
 
     /// The partition of the queue that holds a job.
-    pub(crate) fn part_of(&self, id: &JobId) -> QueueKey {
+    pub(crate) fn partition_of(&self, id: &JobId) -> QueueKey {
         self.partition(if self.partitions > 1 { id.as_key().spread(self.partitions) } else { 0 })
     }
 

@@ -39,7 +39,7 @@ impl IntoFuture for Cancel {
     fn into_future(self) -> Self::IntoFuture {
         Box::pin(async move {
             let Self { handle, id, keeps_unique } = self;
-            let queue = handle.part_of(&id);
+            let queue = handle.partition_of(&id);
             Ok(handle.call(queue, |store, deadline| store.cancel(queue, id, keeps_unique, deadline)).await?)
         })
     }

@@ -24,7 +24,7 @@ impl<B, E> Responder<fencing::Rejection, Response<B>, E> for GrpcResponder {
             fencing::Rejection::Stale(_) => {
                 without_retry(Code::Aborted, "another client holds the lock of this request now")
             }
-            fencing::Rejection::Missing(_) | fencing::Rejection::MissingFence(_) => {
+            fencing::Rejection::MissingKey(_) | fencing::Rejection::MissingFence(_) => {
                 status_response(Code::InvalidArgument, "the request names no lock or fence")
             }
         };

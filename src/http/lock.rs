@@ -37,7 +37,7 @@ impl HttpResponder {
             fencing::Rejection::Stale(_) => {
                 self.refusal(StatusCode::PRECONDITION_FAILED, "another client holds the lock of this request now")
             }
-            fencing::Rejection::Missing(_) | fencing::Rejection::MissingFence(_) => {
+            fencing::Rejection::MissingKey(_) | fencing::Rejection::MissingFence(_) => {
                 self.refusal(StatusCode::BAD_REQUEST, "the request names no lock or fence")
             }
         };

@@ -173,14 +173,14 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
     pub async fn complete(
         &self,
         status: &OperationStatus,
-        answer: impl Into<StoredResponse>,
+        response: impl Into<StoredResponse>,
     ) -> Result<bool, StoreError> {
-        let answer = answer.into();
-        let call = self.store.complete_unknown(status, &answer, self.retention);
+        let response = response.into();
+        let call = self.store.complete_unknown(status, &response, self.retention);
         let is_completed = self.within_deadline(call).await?;
         if is_completed {
             let OperationStatus { operation, attempts, .. } = status;
-            tracing::warn!(%operation, attempts, is_kept = answer.is_kept(), "operation completed by an administrator");
+            tracing::warn!(%operation, attempts, is_kept = response.is_kept(), "operation completed by an administrator");
         }
         Ok(is_completed)
     }

@@ -182,7 +182,7 @@ impl<P: HasBodyFingerprint + 'static> Attempt<P> {
         match settled {
             Ok(is_ours) => {
                 let outcome = context.outcome(&settlement, is_ours);
-                if outcome == AttemptOutcome::Kept && context.coordinator().full.record_success() {
+                if outcome == AttemptOutcome::Stored && context.coordinator().full.record_success() {
                     tracing::info!(layer = context.layer(), "the idempotency store has room for responses again");
                 }
                 return context.coordinator().metrics().record_attempt(outcome);

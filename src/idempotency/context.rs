@@ -244,14 +244,14 @@ impl<P: HasBodyFingerprint + 'static> OperationContext<P> {
         match settlement {
             Settlement::Complete { completion, .. } if is_ours => {
                 if completion.is_kept {
-                    AttemptOutcome::Kept
+                    AttemptOutcome::Stored
                 } else {
-                    AttemptOutcome::Tombstone
+                    AttemptOutcome::NotStored
                 }
             }
             // If no other attempt can have taken over, most likely an earlier call released the operation, and the reply of that call was
             // lost.
-            Settlement::Release if is_ours || !self.is_lost() => AttemptOutcome::GivenBack,
+            Settlement::Release if is_ours || !self.is_lost() => AttemptOutcome::Released,
             _ => {
                 let (layer, operation) = (self.layer(), &self.operation);
                 match settlement {

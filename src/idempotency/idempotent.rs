@@ -315,7 +315,7 @@ impl Idempotent {
     /// The result of a call that is not executed.
     fn not_executed(&self, begun: Begun) -> Result<Done, OperationError> {
         let (verdict, result) = match begun {
-            Begun::Completed { answer: stored, is_kept: true, .. } => match read(&stored) {
+            Begun::Completed { response: stored, is_kept: true, .. } => match read(&stored) {
                 Some(_) => (Verdict::Replayed, Ok(Done { stored, is_replay: true })),
                 None => {
                     let error =

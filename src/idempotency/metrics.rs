@@ -31,10 +31,10 @@ pub(crate) enum Verdict {
 /// The result of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AttemptOutcome {
-    Kept,
+    Stored,
     /// Only the status was stored.
-    Tombstone,
-    GivenBack,
+    NotStored,
+    Released,
     /// The outcome is unknown to this process.
     Unknown,
 }
@@ -93,9 +93,9 @@ mod imp {
         (Verdict::ScopeFull, "scope_full"),
     ];
     const OUTCOMES: [(AttemptOutcome, &str); 4] = [
-        (AttemptOutcome::Kept, "kept"),
-        (AttemptOutcome::Tombstone, "tombstone"),
-        (AttemptOutcome::GivenBack, "given_back"),
+        (AttemptOutcome::Stored, "stored"),
+        (AttemptOutcome::NotStored, "not_stored"),
+        (AttemptOutcome::Released, "released"),
         (AttemptOutcome::Unknown, "unknown"),
     ];
 

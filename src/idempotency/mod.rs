@@ -355,7 +355,7 @@
 //! | name | labels | counts |
 //! | --- | --- | --- |
 //! | `tollgate_idempotency_requests_total` | `layer`, `outcome`: `executed`, `replayed`, `in_flight`, `mismatch`, `outcome_unknown`, `not_stored`, `missing_key`, `invalid_key`, `missing_scope`, `unreadable`, `body_timeout`, `too_large`, `full`, `scope_full`, `failed_open`, `failed_closed`. An executed request counts again as `cancelled`, `mismatch` or `too_large` if it ends so | requests with a key, and requests that were rejected because they have none |
-//! | `tollgate_idempotency_attempts_total` | `layer`, `outcome`: `kept`, `tombstone` (only the status was stored), `given_back` (released), `unknown` | attempts that ended |
+//! | `tollgate_idempotency_attempts_total` | `layer`, `outcome`: `stored`, `not_stored` (only the status was stored), `released`, `unknown` | attempts that ended |
 //! | `tollgate_idempotency_handler_seconds` | `layer` | the time from the claim until the response ended or the handler was cancelled, a histogram; without handlers that panicked, or were dropped with their client |
 //! | `tollgate_idempotency_wait_seconds` | `layer` | the time that requests waited for the same request, a histogram |
 //! | `tollgate_idempotency_store_errors_total` | `layer` | calls that failed or were late |

@@ -114,13 +114,13 @@ impl Error for OperationError {
 /// ```
 #[derive(Debug)]
 pub struct Failed {
-    said: Said,
+    said: FailureSource,
 }
 
 /// The content of a [`Failed`](struct@Failed), as its source. A wrapper that passes on only the source of its error hides the
 /// `Failed`, but not this.
 #[derive(Debug)]
-struct Said {
+struct FailureSource {
     is_unknown: bool,
     source: BoxError,
 }
@@ -128,13 +128,13 @@ struct Said {
 impl Failed {
     /// The work had no effects. The operation is released, and the next call executes it again.
     pub fn nothing_done(error: impl Into<BoxError>) -> Self {
-        Self { said: Said { is_unknown: false, source: error.into() } }
+        Self { said: FailureSource { is_unknown: false, source: error.into() } }
     }
 
     /// The work may have had effects, for instance if a request to another service timed out. The outcome is unknown when the
     /// lease has ended. The log has a line with `error` as its `cause`.
     pub fn outcome_unknown(error: impl Into<BoxError>) -> Self {
-        Self { said: Said { is_unknown: true, source: error.into() } }
+        Self { said: FailureSource { is_unknown: true, source: error.into() } }
     }
 
     /// Whether this error makes the outcome unknown; `None` if the error does not say.
@@ -163,14 +163,14 @@ impl Error for Failed {
     }
 }
 
-impl fmt::Display for Said {
+impl fmt::Display for FailureSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("the work has failed")
     }
 }
 
 // Callers find the original error by its type, as the next source.
-impl Error for Said {
+impl Error for FailureSource {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         Some(&*self.source)
     }
@@ -180,7 +180,7 @@ impl Error for Said {
 pub(super) fn cause_of(error: &(dyn Error + 'static)) -> Option<String> {
     let sources = iter::successors(error.source(), |&error| error.source());
     // The text of these adds nothing for a reader of the log.
-    let sources = sources.filter(|cause| !(cause.is::<Said>() || cause.is::<ContentionHint>()));
+    let sources = sources.filter(|cause| !(cause.is::<FailureSource>() || cause.is::<ContentionHint>()));
     sources.map(ToString::to_string).reduce(|causes, cause| format!("{causes}: {cause}"))
 }
 

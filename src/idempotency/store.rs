@@ -154,7 +154,7 @@ pub trait IdempotencyRegistry: IdempotencyStore {
     fn complete_unknown(
         &self,
         status: &OperationStatus,
-        answer: &StoredResponse,
+        response: &StoredResponse,
         retention: Duration,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
@@ -335,7 +335,7 @@ pub enum Begun {
         /// The fingerprint of its body.
         body_fingerprint: BodyFingerprint,
         /// The stored response.
-        answer: Arc<[u8]>,
+        response: Arc<[u8]>,
         /// Whether it is the whole response.
         is_kept: bool,
     },

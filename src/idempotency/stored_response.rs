@@ -24,8 +24,8 @@ pub struct StoredResponse {
 
 impl StoredResponse {
     /// For an operation of [`Idempotent`](super::Idempotent): the bytes of [`Done::response`](super::Done::response).
-    pub fn of_operation(answer: impl AsRef<[u8]>) -> Self {
-        Self { bytes: written(answer.as_ref()), is_kept: true }
+    pub fn of_operation(response: impl AsRef<[u8]>) -> Self {
+        Self { bytes: written(response.as_ref()), is_kept: true }
     }
 
     /// For an operation of [`Idempotent`](super::Idempotent): completed without a stored response, as a retry learns.
@@ -54,11 +54,11 @@ impl StoredResponse {
 }
 
 /// The stored form of a response of `Idempotent`.
-pub(super) fn written(answer: &[u8]) -> Arc<[u8]> {
+pub(super) fn written(response: &[u8]) -> Arc<[u8]> {
     // Allocated once.
-    let mut stored: Arc<[u8]> = iter::repeat_n(OF_OPERATIONS, answer.len() + 1).collect();
+    let mut stored: Arc<[u8]> = iter::repeat_n(OF_OPERATIONS, response.len() + 1).collect();
     let rest = Arc::get_mut(&mut stored).expect("the new Arc has one owner");
-    rest[1..].copy_from_slice(answer);
+    rest[1..].copy_from_slice(response);
     stored
 }
 

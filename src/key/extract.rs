@@ -212,7 +212,7 @@ impl<A, B> Or<A, B> {
 impl<Req, A: ExtractKey<Req>, B: ExtractKey<Req>> ExtractKey<Req> for Or<A, B> {
     fn extract_key(&self, request: &Req) -> Option<Key> {
         present(self.first.extract_key(request))
-            .map(Key::of_first)
+            .map(Key::mark_if_fallback)
             .or_else(|| present(self.fallback.extract_key(request)).map(Key::as_fallback))
     }
 }

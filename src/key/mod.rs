@@ -111,7 +111,7 @@ impl Key {
 
     /// Like [`parse`](Self::parse), but without checking the escapes. For text that only this crate can have written.
     pub(crate) fn stored(text: &str) -> Option<Self> {
-        let mut key = Text::default();
+        let mut key = KeyBuilder::default();
         (text.bytes().all(|byte| byte.is_ascii_graphic()) && key.push(text.as_bytes())).then_some(key.0)
     }
 
@@ -199,13 +199,13 @@ impl Key {
     }
 
     /// Marks a key that itself came from a fallback, so that it differs from the keys of the next fallback.
-    fn of_first(self) -> Self {
+    fn mark_if_fallback(self) -> Self {
         let unmarked = self.as_bytes().iter().find(|byte| **byte != b'!');
         if unmarked == Some(&b'~') { self.marked(b"!") } else { self }
     }
 
     fn marked(self, mark: &[u8]) -> Self {
-        let mut text = Text::default();
+        let mut text = KeyBuilder::default();
         if text.push(mark) && text.push(self.as_bytes()) {
             return text.0;
         }
@@ -235,14 +235,14 @@ impl Key {
     }
 
     fn escaped(bytes: &[u8]) -> Self {
-        let mut text = Text::default();
+        let mut text = KeyBuilder::default();
         let fits =
             bytes.len() <= Self::MAX_LEN && percent_encode(bytes, ESCAPED).all(|piece| text.push(piece.as_bytes()));
         if fits { text.0 } else { Self::digest_of(Origin::Bytes, &[bytes]) }
     }
 
     fn from_parts(parts: &[Key]) -> Self {
-        let mut text = Text::default();
+        let mut text = KeyBuilder::default();
         let fits = parts.iter().enumerate().all(|(i, part)| (i == 0 || text.push(b",")) && text.push(part.as_bytes()));
         if fits {
             return text.0;
@@ -295,7 +295,7 @@ impl Key {
 
     /// Hex digits, colons and dots need no escape.
     fn from_v6(address: Ipv6Addr) -> Self {
-        let mut text = Text::default();
+        let mut text = KeyBuilder::default();
         match write!(text, "{address}") {
             Ok(()) => text.0,
             Err(fmt::Error) => Self::from_text(address.to_string()),
@@ -385,15 +385,15 @@ impl Hash for Key {
 const BASE64URL: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
 
 /// Builds a key, and refuses text that does not fit.
-struct Text(Key);
+struct KeyBuilder(Key);
 
-impl Default for Text {
+impl Default for KeyBuilder {
     fn default() -> Self {
         Self(Key::EMPTY)
     }
 }
 
-impl Text {
+impl KeyBuilder {
     fn push(&mut self, bytes: &[u8]) -> bool {
         let (start, end) = (self.0.len(), self.0.len() + bytes.len());
         let Some(room) = self.0.bytes[..Key::MAX_LEN].get_mut(start..end) else { return false };
@@ -403,7 +403,7 @@ impl Text {
     }
 }
 
-impl fmt::Write for Text {
+impl fmt::Write for KeyBuilder {
     fn write_str(&mut self, piece: &str) -> fmt::Result {
         if self.push(piece.as_bytes()) { Ok(()) } else { Err(fmt::Error) }
     }
@@ -548,9 +548,9 @@ mod tests {
         ) {
             let (a, b) = (Key::new(&a), Key::from(b));
             let pair = Key::from((a, b));
-            let chain = b.as_fallback().of_first().as_fallback().of_first();
-            let nested = Key::from((Key::GLOBAL.as_fallback(), number, Key::from((chain, "")), Key::digest("x").of_first()));
-            for key in [a, b, pair, pair.as_fallback(), chain, nested, nested.as_fallback().of_first(), number.into()] {
+            let chain = b.as_fallback().mark_if_fallback().as_fallback().mark_if_fallback();
+            let nested = Key::from((Key::GLOBAL.as_fallback(), number, Key::from((chain, "")), Key::digest("x").mark_if_fallback()));
+            for key in [a, b, pair, pair.as_fallback(), chain, nested, nested.as_fallback().mark_if_fallback(), number.into()] {
                 prop_assert_eq!(Key::parse(key.as_str()), Ok(key));
             }
         }

@@ -315,7 +315,7 @@ pub enum LossReason {
     /// It was held for as long as [`max_hold`](super::Locks::max_hold) allows.
     MaxHold,
     /// It was released. Only a [`LeaseHandle`](super::LeaseHandle) can observe that.
-    GivenBack,
+    Released,
 }
 
 impl Lost {
@@ -342,7 +342,7 @@ impl fmt::Display for Lost {
             LossReason::Expired => "was not renewed in time",
             LossReason::Taken => "is no longer held",
             LossReason::MaxHold => "was held for the maximum time",
-            LossReason::GivenBack => "was released",
+            LossReason::Released => "was released",
         };
         write!(f, "the lock `{}` {how}", self.lock)
     }

@@ -335,7 +335,7 @@ impl LeaseHandle {
         let lost = |reason| Lost::new(*self.lock(), reason);
         // After a handoff, the lease belongs to another holder.
         if self.inner.strong_count() == 0 {
-            return Err(lost(LossReason::GivenBack));
+            return Err(lost(LossReason::Released));
         }
         self.grant.valid_until(Instant::now()).map_err(lost)
     }

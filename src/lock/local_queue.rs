@@ -9,13 +9,13 @@ pub(super) type Position = u64;
 /// order.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct LocalQueue<L, W> {
-    front: Front<L>,
+    front: LeaderState<L>,
     waiters: VecDeque<(Position, W)>,
 }
 
 /// What the leader does.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Front<L> {
+pub(super) enum LeaderState<L> {
     /// It calls the store.
     Acquiring,
     /// It holds the lease.
@@ -38,10 +38,10 @@ pub(super) enum ReleaseTarget<W, F> {
 impl<L, W> LocalQueue<L, W> {
     /// A queue whose first caller is the leader.
     pub(super) const fn new() -> Self {
-        Self { front: Front::Acquiring, waiters: VecDeque::new() }
+        Self { front: LeaderState::Acquiring, waiters: VecDeque::new() }
     }
 
-    pub(super) const fn front(&self) -> &Front<L> {
+    pub(super) const fn front(&self) -> &LeaderState<L> {
         &self.front
     }
 
@@ -56,7 +56,7 @@ impl<L, W> LocalQueue<L, W> {
 
     /// Whether a new caller becomes the leader as soon as the lease is released.
     pub(super) fn is_free_soon(&self) -> bool {
-        matches!(self.front, Front::Releasing) && self.waiters.is_empty()
+        matches!(self.front, LeaderState::Releasing) && self.waiters.is_empty()
     }
 
     /// Adds a waiter at its position. A requeued waiter has the position from before.
@@ -74,19 +74,19 @@ impl<L, W> LocalQueue<L, W> {
 
     /// The store has granted the lease to the leader.
     pub(super) fn granted(&mut self, lease: L) {
-        self.front = Front::Held(lease);
+        self.front = LeaderState::Held(lease);
     }
 
     /// The leader leaves, and the first waiter becomes the leader. `None` if no caller is left: remove the queue then.
     pub(super) fn advance(&mut self) -> Option<W> {
-        self.front = Front::Acquiring;
+        self.front = LeaderState::Acquiring;
         self.waiters.pop_front().map(|(_, waiter)| waiter)
     }
 }
 
 impl<L: PartialEq, W> LocalQueue<L, W> {
     pub(super) fn is_held_by(&self, lease: &L) -> bool {
-        matches!(&self.front, Front::Held(held) if held == lease)
+        matches!(&self.front, LeaderState::Held(held) if held == lease)
     }
 
     /// The holder releases its lease. `hand_off`: whether the lease is good enough for the first waiter.
@@ -102,7 +102,7 @@ impl<L: PartialEq, W> LocalQueue<L, W> {
         match handed_over.and_then(|grant| Some((self.waiters.pop_front()?.1, grant))) {
             Some((waiter, grant)) => ReleaseTarget::Handoff(waiter, grant),
             None => {
-                self.front = Front::Releasing;
+                self.front = LeaderState::Releasing;
                 ReleaseTarget::Release
             }
         }
@@ -112,7 +112,7 @@ impl<L: PartialEq, W> LocalQueue<L, W> {
     pub(super) fn lost(&mut self, lease: &L) -> bool {
         let is_ours = self.is_held_by(lease);
         if is_ours {
-            self.front = Front::Acquiring;
+            self.front = LeaderState::Acquiring;
         }
         is_ours
     }

@@ -14,8 +14,8 @@ use tokio::time::{Instant, timeout};
 use super::error::{Busy, LockError, NotReplicated, QueueFull};
 use super::grant::Grant;
 use super::lease::Lease;
-use super::local_queue::{Front, LocalQueue, Position, ReleaseTarget};
-use super::lock_key::{KnownHash, LockKey};
+use super::local_queue::{LeaderState, LocalQueue, Position, ReleaseTarget};
+use super::lock_key::{IdentityBuildHasher, LockKey};
 use super::locks_state::LocksState;
 use super::options::AcquireOptions;
 use super::release_task::ReleaseTask;
@@ -39,11 +39,11 @@ pub(super) struct LocalQueues {
 
 #[derive(Default)]
 struct Shard {
-    queues: HashMap<LockKey, KeyQueue, KnownHash>,
+    queues: HashMap<LockKey, KeyQueue, IdentityBuildHasher>,
     // For each fair lock, the number of its callers, including the first one, which does not wait. Their queue is in the store.
-    fair_callers: HashMap<LockKey, usize, KnownHash>,
+    fair_callers: HashMap<LockKey, usize, IdentityBuildHasher>,
     // Pending releases of leases that have no local queue.
-    releases: HashMap<LockKey, SmallVec<[Arc<Semaphore>; 1]>, KnownHash>,
+    releases: HashMap<LockKey, SmallVec<[Arc<Semaphore>; 1]>, IdentityBuildHasher>,
 }
 
 /// The queue of a key, and the store's last failure to grant it.
@@ -177,7 +177,7 @@ impl LocalQueues {
     pub(super) fn busy(&self, lock: &LockKey) -> Busy {
         let shard = self.shard(lock);
         let until = shard.queues.get(lock).and_then(|entry| match (entry.queue.front(), &entry.last_failure) {
-            (Front::Held(grant), _) => Some(grant.expires()),
+            (LeaderState::Held(grant), _) => Some(grant.expires()),
             (_, Some(Failure::Busy(until) | Failure::NotReplicated { until, .. })) => Some(*until),
             _ => None,
         });
@@ -244,8 +244,8 @@ impl KeyQueue {
     /// Returns the last failure as `Err` if it still applies, otherwise a watch of the next one.
     fn watch_failure(&mut self) -> Result<FailureWatch, Failure> {
         let failure = match self.queue.front() {
-            Front::Held(grant) => Some(Failure::Busy(grant.expires())),
-            Front::Acquiring | Front::Releasing => self.last_failure.clone().filter(Failure::still_applies),
+            LeaderState::Held(grant) => Some(Failure::Busy(grant.expires())),
+            LeaderState::Acquiring | LeaderState::Releasing => self.last_failure.clone().filter(Failure::still_applies),
         };
         failure.map_or_else(|| Ok(self.watch()), Err)
     }
@@ -261,7 +261,7 @@ impl KeyQueue {
 
     /// Sends the holder a release request on behalf of the first waiter.
     fn request_release(&self) {
-        if let Front::Held(grant) = self.queue.front()
+        if let LeaderState::Held(grant) = self.queue.front()
             && self.queue.first().is_some_and(|waiter| waiter.requests_release)
         {
             grant.request_release();
@@ -299,7 +299,8 @@ impl LocksState {
         };
         let is_free_soon = entry.queue.is_free_soon();
         // Do not wait for a leader whose calls an open circuit would refuse.
-        if (options.wait.is_zero() || options.fails_if_circuit_opens) && !matches!(entry.queue.front(), Front::Held(_))
+        if (options.wait.is_zero() || options.fails_if_circuit_opens)
+            && !matches!(entry.queue.front(), LeaderState::Held(_))
         {
             self.circuit().admit_no_probe()?;
         }
@@ -395,7 +396,7 @@ impl LocksState {
         while let Err(Handoff::LeaderPermit(back)) = waiter.handoff.send(Handoff::LeaderPermit(permit)) {
             permit = back;
             match self.advance_leader(&permit.lock) {
-                Some(advance_leader) => waiter = advance_leader,
+                Some(next) => waiter = next,
                 None => {
                     permit.ends_on_drop = true;
                     return;
@@ -505,7 +506,7 @@ impl Drop for LeaderPermit {
         if !self.ends_on_drop
             && let Some(waiter) = self.shared.advance_leader(&self.lock)
         {
-            let advance_leader = Self {
+            let permit = Self {
                 shared: Arc::clone(&self.shared),
                 lock: self.lock,
                 notifications: self.notifications.take(),
@@ -514,7 +515,7 @@ impl Drop for LeaderPermit {
                 is_fair: false,
                 bypasses_queue: false,
             };
-            self.shared.appoint(advance_leader, waiter);
+            self.shared.appoint(permit, waiter);
         }
         if self.is_fair {
             self.shared.leave_fair_queue(&self.lock);

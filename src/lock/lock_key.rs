@@ -67,7 +67,7 @@ impl fmt::Display for LockKey {
 }
 
 /// For maps with keys that carry their hash: [`LockKey`] and [`Token`](super::store::Token).
-pub(crate) type KnownHash = BuildHasherDefault<Known>;
+pub(crate) type IdentityBuildHasher = BuildHasherDefault<Known>;
 
 /// Uses the hash as it is.
 #[derive(Default)]
@@ -93,7 +93,7 @@ mod tests {
 
     #[test]
     fn the_same_lock_has_the_same_hash_and_others_have_others() {
-        let hash = |lock: &LockKey| KnownHash::default().hash_one(lock);
+        let hash = |lock: &LockKey| IdentityBuildHasher::default().hash_one(lock);
         let lock = LockKey::new("orders", "42");
         assert_eq!(hash(&lock), hash(&LockKey::new("orders", "42")));
         for other in [LockKey::new("orders", "43"), LockKey::new("order", "42"), LockKey::new("42", "orders")] {
@@ -107,7 +107,7 @@ mod tests {
         let mut hashes = [(); 4].map(|()| Vec::new());
         for number in 0..400 {
             let lock = LockKey::new("orders", number);
-            hashes[lock.shard(4)].push(KnownHash::default().hash_one(lock) as u32 % 64);
+            hashes[lock.shard(4)].push(IdentityBuildHasher::default().hash_one(lock) as u32 % 64);
         }
         for hashes in &mut hashes {
             assert!(hashes.len() > 40, "the shards are used alike");

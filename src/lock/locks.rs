@@ -309,7 +309,7 @@ impl Locks {
         (&self.shared, self.options)
     }
 
-    pub(super) const fn waits(&self) -> Duration {
+    pub(super) const fn default_wait(&self) -> Duration {
         self.options.wait
     }
 

@@ -59,7 +59,7 @@ impl Locks {
         let mut keys: Vec<Key> = keys.into_iter().map(Into::into).collect();
         keys.sort_unstable_by(|a, b| a.as_str().cmp(b.as_str()));
         keys.dedup();
-        MultiRequest { locks: self.clone(), keys, wait: self.waits() }
+        MultiRequest { locks: self.clone(), keys, wait: self.default_wait() }
     }
 }
 

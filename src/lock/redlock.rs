@@ -75,11 +75,11 @@ pub struct Redlock<S> {
 /// The shortest time that the remaining stores get once a majority has decided.
 const GRACE: Duration = Duration::from_millis(10);
 /// How long a background release may take.
-const REST: Duration = Duration::from_secs(5);
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of background releases. Further grants expire.
-const MAX_REST: usize = 1_024;
+const MAX_BACKGROUND_RELEASES: usize = 1_024;
 /// The longest pause before a retry if no caller got the lock.
-const SOON_US: u32 = 15_000;
+const MAX_RETRY_PAUSE_US: u32 = 15_000;
 
 type Call<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
 /// The reply of each store; `None` without one in time.
@@ -144,8 +144,8 @@ impl<S> Redlock<S> {
             discard_joined(joined);
         }
         for call in calls.into_iter().flatten() {
-            if rest.len() < MAX_REST {
-                rest.spawn(async move { drop(timeout(REST, call).await) });
+            if rest.len() < MAX_BACKGROUND_RELEASES {
+                rest.spawn(async move { drop(timeout(RELEASE_TIMEOUT, call).await) });
             }
         }
         answers
@@ -268,7 +268,7 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
             if held.len() < quorum {
                 // The stores granted it to different callers, and none has a majority. All callers must retry, at different times.
                 let share = getrandom::u32().unwrap_or_default();
-                return Duration::from_micros(u64::from(share % SOON_US));
+                return Duration::from_micros(u64::from(share % MAX_RETRY_PAUSE_US));
             }
             let mut remaining: Vec<_> = held.iter().filter_map(|answers| remaining(answers.get(i)?)).collect();
             remaining.sort_unstable();

@@ -66,20 +66,20 @@ enum Stage {
 impl ReleaseTask {
     /// Releases a held lease, and makes the next caller the leader.
     pub(super) fn release(shared: &Arc<LocksState>, grant: &Arc<Grant>, permit: LeaderPermit, now: Instant) -> Self {
-        let mut task = Self::after_loss(shared, grant, now);
+        let mut task = Self::for_grant(shared, grant, now);
         task.permit = Some(permit);
         task
     }
 
     /// Releases a lease that the local queue does not hold: one of several of the key, or a lost one.
     pub(super) fn release_unqueued(shared: &Arc<LocksState>, grant: &Arc<Grant>, now: Instant) -> Self {
-        let mut task = Self::after_loss(shared, grant, now);
+        let mut task = Self::for_grant(shared, grant, now);
         task.pending = (!task.is_done).then(|| PendingRelease::new(shared, task.lock));
         task
     }
 
     /// Releases a lease without making the next caller the leader, for instance a lost lease, which may still exist in the store.
-    pub(super) fn after_loss(shared: &Arc<LocksState>, grant: &Arc<Grant>, now: Instant) -> Self {
+    pub(super) fn for_grant(shared: &Arc<LocksState>, grant: &Arc<Grant>, now: Instant) -> Self {
         let in_flight_until = grant.in_flight_until(now);
         let is_lost = grant.valid_until(now) == Err(LossReason::Taken);
         if is_lost {

@@ -194,7 +194,7 @@ impl LocksState {
         if grant.valid_until(now) == Err(LossReason::MaxHold) {
             // The holder may not check its lease, and a renewal may just have succeeded. Releases it after the margin that an expired lease
             // has.
-            ReleaseTask::after_loss(self, grant, now).in_background_at(Arc::clone(grant), now + grant.margin());
+            ReleaseTask::for_grant(self, grant, now).in_background_at(Arc::clone(grant), now + grant.margin());
         }
         self.abandon(grant);
         self.notify_idle();

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use super::grant::Grant;
 use super::lifo_slot::free_lifo_slot;
 use super::local_queue::Position;
-use super::lock_key::KnownHash;
+use super::lock_key::IdentityBuildHasher;
 use super::store::Token;
 
 /// The leases of one `Locks` and its clones, and when each is due.
@@ -21,7 +21,7 @@ pub(super) struct RenewalScheduler {
 
 #[derive(Default)]
 pub(super) struct State {
-    pub(super) leases: HashMap<Token, ScheduledLease, KnownHash>,
+    pub(super) leases: HashMap<Token, ScheduledLease, IdentityBuildHasher>,
     pub(super) due: BTreeSet<(Instant, Token)>,
     // Watchdogs of callers that may have stopped polling.
     pub(super) watchdogs: BTreeMap<WatchdogKey, Weak<dyn Watchdog>>,

@@ -72,7 +72,7 @@ impl Segmented {
     /// A segment with a store error or too few replicas is skipped like a held one: another may be on a working server. The
     /// first such error is returned only if no segment is granted in time.
     pub fn any(&self) -> SegmentRequest<fn(u16) -> bool> {
-        SegmentRequest { segmented: self.clone(), wait: self.locks.waits(), among: |_| true }
+        SegmentRequest { segmented: self.clone(), wait: self.locks.default_wait(), among: |_| true }
     }
 
     /// Acquires one given segment, for instance to move its remaining stock. Numbers beyond the last one wrap around.

@@ -11,7 +11,7 @@ use super::handle::RateLimitHandle;
 /// and `tollgate::http::successes()`.
 pub trait ChargeOn<Res, E> {
     /// Whether [`settle`](Self::settle) has to be called. Defaults to `true`.
-    const ASKED: bool = true;
+    const NEEDS_RESPONSE: bool = true;
 
     /// Corrects the charge of the request, now or, with a clone of `handle`, later.
     fn settle(&self, handle: &RateLimitHandle, result: Result<&mut Res, &E>);
@@ -30,7 +30,7 @@ impl<Res, E, F: Fn(Result<&Res, &E>) -> bool> ChargeOn<Res, E> for F {
 pub struct ChargeAlways;
 
 impl<Res, E> ChargeOn<Res, E> for ChargeAlways {
-    const ASKED: bool = false;
+    const NEEDS_RESPONSE: bool = false;
 
     fn settle(&self, _: &RateLimitHandle, _: Result<&mut Res, &E>) {}
 }

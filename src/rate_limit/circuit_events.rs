@@ -28,7 +28,7 @@ impl<B> CircuitObserver for LayerConfig<B> {
 
     fn outage_begins(&self, error: &StoreError) {
         let cause = error.source().map(tracing::field::display);
-        let (policy, then) = (self.policy.name(), self.without_store());
+        let (policy, then) = (self.policy.name(), self.effective_fallback());
         tracing::warn!(policy, %error, cause, ?then, "rate limit store fails");
     }
 

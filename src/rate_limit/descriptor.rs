@@ -8,7 +8,7 @@ use std::{mem, option, slice, vec};
 use super::decision::Decision;
 use super::limit_info::LimitInfo;
 use super::policy::Policy;
-use super::resolver::Question;
+use super::resolver::ResolverCall;
 use crate::key::Key;
 
 /// One policy and key under which a request is counted.
@@ -25,7 +25,7 @@ pub(super) struct Descriptor {
     /// Whether this process decided by itself, because the store or the resolver had failed.
     pub(super) local: bool,
     /// The resolver call of the layer, if the resolver takes an input from the request instead of the key.
-    pub(super) question: Option<Question>,
+    pub(super) question: Option<ResolverCall>,
 }
 
 impl Descriptor {
@@ -37,7 +37,7 @@ impl Descriptor {
     }
 
     /// Sets the resolved policy.
-    pub(super) fn count_by(&mut self, policy: Policy) {
+    pub(super) fn set_policy(&mut self, policy: Policy) {
         self.enforced = policy.is_enforced_for(&self.key);
         self.policy = Some(policy);
     }

@@ -2,7 +2,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::policy::Policy;
-use super::resolver::{Question, Resolve};
+use super::resolver::{Resolve, ResolverCall};
 use crate::key::{ExtractKey, Key};
 
 /// Decides before the store call whether a request is counted, and under which keys besides the key of the layer.
@@ -16,7 +16,7 @@ pub trait RequestFilter<Req> {
 
     /// Returns the resolver call for the request. Only [`resolver_from`](super::RateLimitLayer::resolver_from) has one.
     #[doc(hidden)]
-    fn question(&self, request: &Req) -> Option<Question> {
+    fn question(&self, request: &Req) -> Option<ResolverCall> {
         let _ = request;
         None
     }
@@ -73,7 +73,7 @@ impl<Req, X: RequestFilter<Req>, F: Fn(&Req) -> bool> RequestFilter<Req> for All
         if (self.listed)(request) { FilterAction::Bypass } else { self.inner.filter(request, descriptors) }
     }
 
-    fn question(&self, request: &Req) -> Option<Question> {
+    fn question(&self, request: &Req) -> Option<ResolverCall> {
         self.inner.question(request)
     }
 }
@@ -90,7 +90,7 @@ impl<Req, X: RequestFilter<Req>, F: Fn(&Req) -> bool> RequestFilter<Req> for Den
         if (self.listed)(request) { FilterAction::Deny } else { self.inner.filter(request, descriptors) }
     }
 
-    fn question(&self, request: &Req) -> Option<Question> {
+    fn question(&self, request: &Req) -> Option<ResolverCall> {
         self.inner.question(request)
     }
 }
@@ -118,7 +118,7 @@ impl<Req, X: RequestFilter<Req>, K: ExtractKey<Req>> RequestFilter<Req> for With
         action
     }
 
-    fn question(&self, request: &Req) -> Option<Question> {
+    fn question(&self, request: &Req) -> Option<ResolverCall> {
         self.inner.question(request)
     }
 }
@@ -138,7 +138,7 @@ impl<Req, X: RequestFilter<Req>, S: RequestFilter<Req>> RequestFilter<Req> for W
         }
     }
 
-    fn question(&self, request: &Req) -> Option<Question> {
+    fn question(&self, request: &Req) -> Option<ResolverCall> {
         self.inner.question(request)
     }
 }
@@ -160,9 +160,9 @@ where
         self.inner.filter(request, descriptors)
     }
 
-    fn question(&self, request: &Req) -> Option<Question> {
+    fn question(&self, request: &Req) -> Option<ResolverCall> {
         let resolve = self.resolve.as_ref()?;
-        (self.input)(request).map(|input| Question::new(resolve, input))
+        (self.input)(request).map(|input| ResolverCall::new(resolve, input))
     }
 }
 

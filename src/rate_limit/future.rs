@@ -136,7 +136,7 @@ impl<B, K, C, A, R, X> Settings<B, K, LayerOptions<C, A, R, X>> {
             + AnnotateResponse<Req, <A as Responder<Rejection, S::Response, S::Error>>::Response>,
         R: ChargeOn<S::Response, S::Error>,
     {
-        !R::ASKED && !self.options.responder.attaches() && !self.options.responder.annotates()
+        !R::NEEDS_RESPONSE && !self.options.responder.attaches() && !self.options.responder.annotates()
     }
 
     /// Keeps the descriptors of an admitted request if they are needed later, in a handle if there has to be one.
@@ -155,7 +155,7 @@ impl<B, K, C, A, R, X> Settings<B, K, LayerOptions<C, A, R, X>> {
         R: ChargeOn<S::Response, S::Error>,
     {
         let attaches = self.options.responder.attaches();
-        if !attaches && !R::ASKED {
+        if !attaches && !R::NEEDS_RESPONSE {
             return if self.options.responder.annotates() {
                 ChargeRef::Descriptors(Box::new(descriptors()))
             } else {
@@ -222,7 +222,7 @@ impl<B, K, C, A, R, X> Settings<B, K, LayerOptions<C, A, R, X>> {
                     let mut polled = future.poll(cx);
                     match (&mut polled, &*charge) {
                         (Poll::Pending, _) => return Poll::Pending,
-                        (Poll::Ready(result), ChargeRef::Handle(handle)) if R::ASKED => {
+                        (Poll::Ready(result), ChargeRef::Handle(handle)) if R::NEEDS_RESPONSE => {
                             self.options.charge.settle(handle, result.as_mut().map_err(|error| &*error));
                         }
                         (Poll::Ready(_), _) => {}

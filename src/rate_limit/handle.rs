@@ -212,7 +212,7 @@ where
     fn settle(&self, descriptor: Descriptor, receipt: Receipt, change: i64) {
         if self.is_resolved && descriptor.primary && descriptor.policy.is_none() {
             // The resolver never returned its policy.
-            drop(Adjustment::new(self.policy.clone(), change, None));
+            drop(Correction::new(self.policy.clone(), change, None));
         } else if descriptor.local {
             in_background(self.fallback.clone(), descriptor, receipt, change, self);
         } else {
@@ -240,15 +240,15 @@ fn in_background<S, B, L>(
     let runtime = current.or_else(|| settler.runtime.get().cloned());
     let permit = InFlightPermit::take(&settler.in_flight);
     let has_permit = permit.is_some();
-    let adjustment = Adjustment::new(policy, change, permit);
+    let correction = Correction::new(policy, change, permit);
     let Some(runtime) = runtime.filter(|_| has_permit) else { return };
     let mut settlement: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
-        let settled = store.settle(&adjustment.policy, &key, receipt, change);
+        let settled = store.settle(&correction.policy, &key, receipt, change);
         let outcome = Deadline::new(settled, deadline).await;
         if let (Some((queues, queue_key)), Ok(())) = (waiting, &outcome) {
             queues.wake(&queue_key);
         }
-        adjustment.end(outcome);
+        correction.end(outcome);
     });
     // The memory backend completes at once, and needs no task.
     if !in_runtime || settlement.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
@@ -257,14 +257,14 @@ fn in_background<S, B, L>(
 }
 
 /// A correction in flight. If it is dropped without an outcome, for example with its runtime, it is lost.
-pub(super) struct Adjustment {
+pub(super) struct Correction {
     policy: Policy,
     change: i64,
     outcome: Option<Result<(), StoreError>>,
     _permit: Option<InFlightPermit>,
 }
 
-impl Adjustment {
+impl Correction {
     /// `permit` is for corrections in the background.
     pub(super) fn new(policy: Policy, change: i64, permit: Option<InFlightPermit>) -> Self {
         Self { policy, change, outcome: None, _permit: permit }
@@ -275,7 +275,7 @@ impl Adjustment {
     }
 }
 
-impl Drop for Adjustment {
+impl Drop for Correction {
     fn drop(&mut self) {
         let Self { policy, change, outcome, .. } = self;
         policy.metrics().settled(matches!(outcome, Some(Ok(()))));

@@ -56,7 +56,7 @@ impl<B> LayerConfig<B> {
 
     /// The fallback for a failing store. With a deadline of zero it is always `Deny`: the store has not failed, and each process would
     /// admit a whole quota.
-    pub(super) fn without_store(&self) -> RateLimitFallback {
+    pub(super) fn effective_fallback(&self) -> RateLimitFallback {
         if self.deadline.is_zero() { RateLimitFallback::Deny } else { self.on_store_error }
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 use super::decision::{Decision, Receipt};
-use super::handle::Adjustment;
+use super::handle::Correction;
 use super::metrics::{Metrics, Verdict};
 use super::policy::Policy;
 use super::record::{count_allowed, record};
@@ -283,9 +283,9 @@ impl<B: RateLimitStore> Limiter<B> {
     /// ```
     pub async fn settle(&self, key: impl Into<Key>, receipt: Receipt, change: i64) -> Result<(), StoreError> {
         let key = key.into();
-        let adjustment = Adjustment::new(self.policy.clone(), change, None);
+        let correction = Correction::new(self.policy.clone(), change, None);
         let settled = self.call_store(self.store.settle(&self.policy, &key, receipt, change)).await;
-        adjustment.end(settled.clone());
+        correction.end(settled.clone());
         settled
     }
 
@@ -332,7 +332,7 @@ impl<B: RateLimitStore> Limiter<B> {
         let mut start = None;
         let result = poll_fn(|cx| {
             let result = call.as_mut().poll(cx);
-            if Metrics::COUNT && result.is_pending() {
+            if Metrics::ENABLED && result.is_pending() {
                 start.get_or_insert_with(Instant::now);
             }
             result

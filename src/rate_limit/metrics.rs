@@ -92,7 +92,7 @@ mod imp {
 
     impl Metrics {
         /// Whether metrics are recorded.
-        pub(crate) const COUNT: bool = true;
+        pub(crate) const ENABLED: bool = true;
 
         pub(crate) fn new(policy: &str) -> Self {
             let name = SharedString::from(Arc::<str>::from(policy));
@@ -175,7 +175,7 @@ mod imp {
     pub(crate) struct Metrics;
 
     impl Metrics {
-        pub(crate) const COUNT: bool = false;
+        pub(crate) const ENABLED: bool = false;
 
         pub(crate) const fn new(_: &str) -> Self {
             Self

@@ -8,7 +8,7 @@ use super::policy::Policy;
 #[inline]
 pub(super) fn record(policy: &Policy, decision: &Decision, enforced: bool, local: bool, cost: u64) -> bool {
     if decision.is_allowed() {
-        if Metrics::COUNT {
+        if Metrics::ENABLED {
             let verdict = if local { Verdict::LocalAllowed } else { Verdict::Allowed };
             count_allowed(policy, verdict, decision.is_near_limit());
         }

@@ -107,7 +107,7 @@ use crate::store::deadline::Deadline;
 /// It runs in a task of the runtime of that request. If this runtime ends, requests that wait in another runtime call again. At most
 /// [1,024](Self::MAX_RUNNING) calls run at the same time, and further calls wait for a permit.
 pub struct PolicyResolver<V = Key> {
-    // `None` if each request brings its own `Question`.
+    // `None` if each request brings its own `ResolverCall`.
     resolve: Option<Arc<Resolve<V>>>,
     time_to_live: Duration,
     timeout: Duration,
@@ -121,9 +121,9 @@ pub(super) type Resolve<V> = dyn Fn(V) -> Answer + Send + Sync;
 /// A resolver call for one request. Its input may be a secret of the client, so it is dropped after the evaluation, and `Debug` does not
 /// show it.
 #[derive(Clone)]
-pub struct Question(Arc<dyn Fn() -> Answer + Send + Sync>);
+pub struct ResolverCall(Arc<dyn Fn() -> Answer + Send + Sync>);
 
-impl Question {
+impl ResolverCall {
     pub(super) fn new<V: Clone + Send + Sync + 'static>(resolve: &Arc<Resolve<V>>, input: V) -> Self {
         let resolve = Arc::clone(resolve);
         Self(Arc::new(move || resolve(input.clone())))
@@ -134,7 +134,7 @@ impl Question {
     }
 }
 
-impl fmt::Debug for Question {
+impl fmt::Debug for ResolverCall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Question(..)")
     }
@@ -303,9 +303,9 @@ impl PolicyResolver {
     }
 
     /// The resolver call for a request: made from its key, or brought by the request, if any.
-    pub(super) fn question(&self, key: &Key, question: Option<&Question>) -> Option<Question> {
+    pub(super) fn question(&self, key: &Key, question: Option<&ResolverCall>) -> Option<ResolverCall> {
         match &self.resolve {
-            Some(resolve) => Some(Question::new(resolve, *key)),
+            Some(resolve) => Some(ResolverCall::new(resolve, *key)),
             None => question.cloned(),
         }
     }
@@ -328,7 +328,7 @@ impl PolicyResolver {
     pub(super) async fn resolve(
         &self,
         key: &Key,
-        question: &Question,
+        question: &ResolverCall,
         stale_timeout: Duration,
     ) -> Result<Resolved, StoreError> {
         let Some((stale, stale_timeout)) = self.stale(key, stale_timeout) else {
@@ -364,7 +364,7 @@ impl PolicyResolver {
     }
 
     /// Calls the resolver, or waits for a running call.
-    async fn fetch(&self, key: &Key, question: &Question) -> Result<Resolved, StoreError> {
+    async fn fetch(&self, key: &Key, question: &ResolverCall) -> Result<Resolved, StoreError> {
         let mut permit = None;
         loop {
             match self.next(key, &mut permit) {
@@ -415,7 +415,7 @@ impl PolicyResolver {
     }
 
     /// Runs an attempt, in the background if it is not complete at once.
-    async fn begin(&self, attempt: Attempt, question: Question) {
+    async fn begin(&self, attempt: Attempt, question: ResolverCall) {
         let timeout = self.timeout;
         let Ok(runtime) = Handle::try_current() else {
             // Without a runtime, only the request itself can run it.

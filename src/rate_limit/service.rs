@@ -197,7 +197,7 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, LayerOptions<C, A, R, X>> {
             if primary.policy.is_none()
                 && let Some(policy) = resolver.cached_policy(&primary.key)
             {
-                primary.count_by(policy);
+                primary.set_policy(policy);
             }
             // A cached policy may expire while the request waits.
             if primary.policy.is_none() || core.wait_config.is_some() {

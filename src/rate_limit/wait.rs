@@ -60,7 +60,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         if let Some(primary) = descriptors.iter_mut().find(|descriptor| self.is_unresolved(descriptor))
             && let Some(policy) = self.resolver.as_ref().and_then(|resolver| resolver.cached_policy(&primary.key))
         {
-            primary.count_by(policy);
+            primary.set_policy(policy);
         }
         if self.exceeds_capacity(&descriptors, cost) {
             return self.evaluate(descriptors, cost).await;

@@ -74,13 +74,13 @@ impl Flights {
         let outcome = Arc::new(outcome);
         running.insert(id, Arc::clone(&outcome));
         drop(running);
-        let landing = Landing { running: Arc::clone(&self.running), id, outcome };
+        let landing = RemoveOnEnd { running: Arc::clone(&self.running), id, outcome };
         let chain = Arc::new(Chain { table, id, outer });
         // Each response is cloned under a lock, so that it need not be `Sync`.
         let call = call();
         let call =
             async move { call.await.map(|response| Arc::new(Mutex::new(response)) as Arc<dyn Any + Send + Sync>) };
-        self.spawn(landing.fly(CHAIN.scope(chain, call)));
+        self.spawn(landing.run(CHAIN.scope(chain, call)));
         Some(Waiter { outcome: waiter, _flights: self.clone() })
     }
 
@@ -114,15 +114,15 @@ impl Waiter {
 }
 
 /// Removes a call from the table when it ends, also if its task panics or is aborted.
-struct Landing {
+struct RemoveOnEnd {
     running: Arc<Mutex<Running>>,
     id: CallId,
     outcome: Arc<watch::Sender<Option<Outcome>>>,
 }
 
-impl Landing {
+impl RemoveOnEnd {
     /// Runs a call until it ends or its last caller has gone.
-    async fn fly(self, call: impl Future<Output = Outcome> + Send) {
+    async fn run(self, call: impl Future<Output = Outcome> + Send) {
         let mut call = Box::pin(call);
         let outcome = loop {
             tokio::select! {
@@ -144,7 +144,7 @@ impl Landing {
     }
 }
 
-impl Drop for Landing {
+impl Drop for RemoveOnEnd {
     fn drop(&mut self) {
         let mut running = lock(&self.running);
         // The next call with this id may have begun.

@@ -34,8 +34,8 @@ fn body_fingerprint(len: u64) -> BodyFingerprint {
     BodyFingerprint { len, is_whole: Some(true), digest: Digest([9; 16]) }
 }
 
-fn completion(answer: &[u8]) -> Completion {
-    Completion { response: answer.into(), is_kept: true, body_fingerprint: body_fingerprint(3), retention: LONG }
+fn completion(response: &[u8]) -> Completion {
+    Completion { response: response.into(), is_kept: true, body_fingerprint: body_fingerprint(3), retention: LONG }
 }
 
 /// Begins a free operation. Returns the fence and the number of the attempt.
@@ -78,7 +78,7 @@ pub async fn scopes_and_keys_are_separate<S: IdempotencyStore>(store: S) {
     }
     for (number, (scope, key)) in [("a", "b"), ("b", "a"), ("a:b", ""), ("", "a:b")].into_iter().enumerate() {
         match begin(&store, &Operation::new(scope, key)).await {
-            Begun::Completed { answer, .. } => assert_eq!(*answer, [number as u8]),
+            Begun::Completed { response, .. } => assert_eq!(*response, [number as u8]),
             begun => panic!("{begun:?}"),
         }
     }
@@ -110,7 +110,7 @@ pub async fn immediate_reply_is_correct<S: IdempotencyStore>(store: S) {
         }
     }
     let expected =
-        Begun::Completed { body_fingerprint: body_fingerprint(3), answer: b"first".as_slice().into(), is_kept: true };
+        Begun::Completed { body_fingerprint: body_fingerprint(3), response: b"first".as_slice().into(), is_kept: true };
     assert_eq!(begin(&store, &operation).await, expected);
     if let Some(again) = store.try_begin(&operation, &claim) {
         assert_eq!(again.unwrap(), expected);
@@ -120,13 +120,14 @@ pub async fn immediate_reply_is_correct<S: IdempotencyStore>(store: S) {
 /// Every later caller gets the stored response unchanged, with the fingerprint of the request body.
 pub async fn response_is_stored_unchanged<S: IdempotencyStore>(store: S) {
     let all_bytes: Vec<u8> = (0..=255).cycle().take(100_000).collect();
-    for (number, answer) in [b"".as_slice(), b"\0\r\n{}", &all_bytes].into_iter().enumerate() {
+    for (number, response) in [b"".as_slice(), b"\0\r\n{}", &all_bytes].into_iter().enumerate() {
         let (operation, claim) = (Operation::new("kept", number), claim(LONG));
         take(&store, &operation, &claim).await;
         for _ in 0..2 {
-            assert!(store.complete(&operation, &claim.token, &completion(answer)).await.unwrap());
+            assert!(store.complete(&operation, &claim.token, &completion(response)).await.unwrap());
         }
-        let expected = Begun::Completed { body_fingerprint: body_fingerprint(3), answer: answer.into(), is_kept: true };
+        let expected =
+            Begun::Completed { body_fingerprint: body_fingerprint(3), response: response.into(), is_kept: true };
         for _ in 0..2 {
             assert_eq!(begin(&store, &operation).await, expected);
         }
@@ -144,7 +145,7 @@ pub async fn omitted_response_leaves_a_mark<S: IdempotencyStore>(store: S) {
     let begun = store.begin(&operation("a"), &again).await.unwrap();
     assert_eq!(
         begun,
-        Begun::Completed { body_fingerprint: body_fingerprint(3), answer: (*b"200").into(), is_kept: false }
+        Begun::Completed { body_fingerprint: body_fingerprint(3), response: (*b"200").into(), is_kept: false }
     );
 }
 
@@ -191,7 +192,7 @@ pub async fn completed_operation_is_never_taken_over<S: IdempotencyStore>(store:
     assert!(store.complete(&operation("a"), &first.token, &completion(b"first")).await.unwrap());
     let late = Claim { takes_over: true, ..claim(LONG) };
     match store.begin(&operation("a"), &late).await.unwrap() {
-        Begun::Completed { answer, .. } => assert_eq!(*answer, *b"first"),
+        Begun::Completed { response, .. } => assert_eq!(*response, *b"first"),
         begun => panic!("{begun:?}"),
     }
     assert!(store.complete(&operation("a"), &first.token, &completion(b"other")).await.unwrap(), "it is completed");
@@ -199,7 +200,7 @@ pub async fn completed_operation_is_never_taken_over<S: IdempotencyStore>(store:
     assert!(!store.renew(&operation("a"), &first, &body_fingerprint(1)).await.unwrap());
     assert!(!store.release(&operation("a"), &first).await.unwrap());
     match begin(&store, &operation("a")).await {
-        Begun::Completed { answer, .. } => assert_eq!(*answer, *b"first"),
+        Begun::Completed { response, .. } => assert_eq!(*response, *b"first"),
         begun => panic!("{begun:?}"),
     }
 }
@@ -222,7 +223,7 @@ pub async fn superseded_attempt_changes_nothing<S: IdempotencyStore>(store: S) {
     assert!(is_in_flight(&store.begin(&operation("a"), &first).await.unwrap()));
     assert!(store.complete(&operation("a"), &second.token, &completion(b"second")).await.unwrap());
     match begin(&store, &operation("a")).await {
-        Begun::Completed { answer, .. } => assert_eq!(*answer, *b"second"),
+        Begun::Completed { response, .. } => assert_eq!(*response, *b"second"),
         begun => panic!("{begun:?}"),
     }
 }
@@ -303,7 +304,7 @@ pub async fn next_attempt_finds_the_checkpoint<S: IdempotencyStore>(store: S) {
         !store.checkpoint(&operation("a"), &third, &body_fingerprint(5), &note(9)).await.unwrap(),
         "it was completed"
     );
-    let expected = Begun::Completed { body_fingerprint: body_fingerprint(3), answer: (*b"x").into(), is_kept: true };
+    let expected = Begun::Completed { body_fingerprint: body_fingerprint(3), response: (*b"x").into(), is_kept: true };
     assert_eq!(begin(&store, &operation("a")).await, expected);
 }
 
@@ -410,7 +411,7 @@ pub async fn takeover_keeps_the_fingerprint<S: IdempotencyStore>(store: S) {
     let done = claim(LONG);
     take(&store, &operation("a"), &done).await;
     assert!(store.complete(&operation("a"), &done.token, &completion(b"x")).await.unwrap());
-    let expected = Begun::Completed { body_fingerprint: body_fingerprint(3), answer: (*b"x").into(), is_kept: true };
+    let expected = Begun::Completed { body_fingerprint: body_fingerprint(3), response: (*b"x").into(), is_kept: true };
     assert_eq!(begin(&store, &operation("a")).await, expected);
 }
 

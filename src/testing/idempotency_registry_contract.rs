@@ -201,7 +201,8 @@ pub async fn unknown_operation_can_be_completed<S: IdempotencyRegistry + Clone +
     assert!(!store.renew(&operation(), &first, &body_fingerprint).await.unwrap());
     assert!(!store.complete(&operation(), &first.token, &completion(true)).await.unwrap());
     assert!(!store.release(&operation(), &first).await.unwrap());
-    let expected = Begun::Completed { body_fingerprint, answer: Arc::clone(answer("charged").bytes()), is_kept: true };
+    let expected =
+        Begun::Completed { body_fingerprint, response: Arc::clone(answer("charged").bytes()), is_kept: true };
     for takes_over in [false, true] {
         let same = Claim { takes_over, ..claim(LONG) };
         assert_eq!(store.begin(&operation(), &same).await.unwrap(), expected, "the fingerprint of the request stays");
@@ -230,7 +231,7 @@ pub async fn manual_completion_can_be_replaced<S: IdempotencyRegistry + Clone + 
     let begun = store.begin(&operation(), &claim(LONG)).await.unwrap();
     assert_eq!(
         begun,
-        Begun::Completed { body_fingerprint, answer: Arc::clone(answer("charged").bytes()), is_kept: true }
+        Begun::Completed { body_fingerprint, response: Arc::clone(answer("charged").bytes()), is_kept: true }
     );
     let done = inspect(&store).await;
     assert_eq!((done.state, done.fence, done.attempts), (wrong.state, unknown.fence, 1));

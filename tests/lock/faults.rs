@@ -1174,7 +1174,7 @@ async fn view_is_notified_of_a_handoff() {
     let next = next.await.unwrap().unwrap();
     assert_eq!(next.fence(), fence + 1, "a handoff");
     let lost = timeout(Duration::from_millis(1), guarded).await.unwrap().unwrap();
-    assert_eq!(lost.reason(), LossReason::GivenBack);
+    assert_eq!(lost.reason(), LossReason::Released);
     assert!(next.check().is_ok());
 }
 

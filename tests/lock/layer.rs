@@ -399,9 +399,9 @@ async fn lease_handle_of_a_request_keeps_no_lock() {
     let views = views.lock().unwrap().clone();
     assert!(views[0].fence() < views[1].fence());
     for view in views {
-        assert_eq!(view.check().unwrap_err().reason(), LossReason::GivenBack);
+        assert_eq!(view.check().unwrap_err().reason(), LossReason::Released);
         assert!(view.reenter().is_none() && view.remaining().is_zero());
-        assert_eq!(timeout(Duration::from_secs(60), view.lost()).await.unwrap().reason(), LossReason::GivenBack);
+        assert_eq!(timeout(Duration::from_secs(60), view.lost()).await.unwrap().reason(), LossReason::Released);
     }
 }
 

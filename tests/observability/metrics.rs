@@ -722,9 +722,9 @@ fn operations_are_counted_by_layer_and_outcome() {
         ("tollgate_idempotency_requests_total{layer=pay,outcome=invalid_key}", 1),
         ("tollgate_idempotency_requests_total{layer=pay,outcome=not_stored}", 1),
         ("tollgate_idempotency_requests_total{layer=pay,outcome=failed_closed}", 1),
-        ("tollgate_idempotency_attempts_total{layer=pay,outcome=kept}", 2),
-        ("tollgate_idempotency_attempts_total{layer=pay,outcome=tombstone}", 1),
-        ("tollgate_idempotency_attempts_total{layer=pay,outcome=given_back}", 2),
+        ("tollgate_idempotency_attempts_total{layer=pay,outcome=stored}", 2),
+        ("tollgate_idempotency_attempts_total{layer=pay,outcome=not_stored}", 1),
+        ("tollgate_idempotency_attempts_total{layer=pay,outcome=released}", 2),
         ("tollgate_idempotency_handler_seconds{layer=pay}", 5),
         ("tollgate_idempotency_wait_seconds{layer=pay}", 1),
         ("tollgate_idempotency_store_errors_total{layer=pay}", 1),
@@ -868,8 +868,8 @@ fn operations_without_http_are_counted_alike() {
         });
     });
     let expected = [
-        ("tollgate_idempotency_attempts_total{layer=payouts,outcome=given_back}", 1),
-        ("tollgate_idempotency_attempts_total{layer=payouts,outcome=kept}", 1),
+        ("tollgate_idempotency_attempts_total{layer=payouts,outcome=released}", 1),
+        ("tollgate_idempotency_attempts_total{layer=payouts,outcome=stored}", 1),
         ("tollgate_idempotency_handler_seconds{layer=payouts}", 2),
         ("tollgate_idempotency_requests_total{layer=payouts,outcome=executed}", 2),
         ("tollgate_idempotency_requests_total{layer=payouts,outcome=mismatch}", 1),
@@ -959,8 +959,8 @@ fn released_attempt_is_not_counted_as_unknown() {
     let mut seen = seen(&snapshotter);
     seen.retain(|name, _| name.starts_with("tollgate_idempotency_attempts_total"));
     let expected = [
-        ("tollgate_idempotency_attempts_total{layer=pay,outcome=given_back}", 1),
-        ("tollgate_idempotency_attempts_total{layer=pay,outcome=kept}", 1),
+        ("tollgate_idempotency_attempts_total{layer=pay,outcome=released}", 1),
+        ("tollgate_idempotency_attempts_total{layer=pay,outcome=stored}", 1),
     ];
     assert_eq!(seen, expect(&expected));
 }

@@ -17,7 +17,7 @@ use crate::cache::store::{
 /// The number of shards. Threads wait for each other only if they use keys of the same shard.
 const SHARDS: usize = 16;
 /// The bytes of all values in a shard are limited to its capacity in entries, times this number.
-const VALUE_SHARE: usize = 1_024;
+const VALUE_BYTES_PER_ENTRY: usize = 1_024;
 /// The number of entries that a full shard compares to evict one.
 const SAMPLE: usize = 8;
 
@@ -57,12 +57,12 @@ struct Generation {
 
 /// The lease of a load, or its mark.
 struct Lease {
-    state: State,
+    state: LeaseState,
     ends: Instant,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum State {
+enum LeaseState {
     Held(Token),
     Failed,
     Uncached,
@@ -121,20 +121,20 @@ impl CacheTable {
         if let Some(lease) = shard.lease(key, now) {
             let remaining = lease.ends - now;
             match lease.state {
-                State::Held(token) if token == claim.token => {}
-                State::Held(_) => return Claimed::Busy { remaining },
-                State::Failed => return Claimed::Marked(Mark::Failed { retry_after: remaining }),
-                State::Uncached => return Claimed::Marked(Mark::Uncached { remaining }),
+                LeaseState::Held(token) if token == claim.token => {}
+                LeaseState::Held(_) => return Claimed::Busy { remaining },
+                LeaseState::Failed => return Claimed::Marked(Mark::Failed { retry_after: remaining }),
+                LeaseState::Uncached => return Claimed::Marked(Mark::Uncached { remaining }),
             }
         }
-        shard.set_lease(*key, Lease { state: State::Held(claim.token), ends: now + claim.lease }, now);
+        shard.set_lease(*key, Lease { state: LeaseState::Held(claim.token), ends: now + claim.lease }, now);
         Claimed::Granted
     }
 
     pub(super) fn renew(&self, key: &CacheKey, claim: &Claim) -> bool {
         let now = Instant::now();
         let mut shard = self.shard(key);
-        match shard.lease(key, now).filter(|lease| lease.state == State::Held(claim.token)) {
+        match shard.lease(key, now).filter(|lease| lease.state == LeaseState::Held(claim.token)) {
             Some(lease) => {
                 lease.ends = now + claim.lease;
                 true
@@ -163,11 +163,11 @@ impl CacheTable {
         match mark {
             None => drop(shard.leases.remove(key)),
             Some(Mark::Failed { retry_after }) => {
-                shard.set_lease(*key, Lease { state: State::Failed, ends: now + retry_after }, now);
+                shard.set_lease(*key, Lease { state: LeaseState::Failed, ends: now + retry_after }, now);
             }
             Some(Mark::Uncached { remaining }) => {
                 shard.remove(key);
-                shard.set_lease(*key, Lease { state: State::Uncached, ends: now + remaining }, now);
+                shard.set_lease(*key, Lease { state: LeaseState::Uncached, ends: now + remaining }, now);
             }
         }
         shard.notify(key);
@@ -245,7 +245,7 @@ impl Shard {
     }
 
     fn is_held(&mut self, key: &CacheKey, token: &Token, now: Instant) -> bool {
-        self.lease(key, now).is_some_and(|lease| lease.state == State::Held(*token))
+        self.lease(key, now).is_some_and(|lease| lease.state == LeaseState::Held(*token))
     }
 
     /// Sets a lease or a mark. If the shard has `capacity` of them, it removes those that have ended. If that is not enough, it removes all
@@ -254,7 +254,7 @@ impl Shard {
         if self.leases.len() >= self.capacity && !self.leases.contains_key(&key) {
             self.leases.retain(|_, lease| now < lease.ends);
             if self.leases.len() >= self.capacity {
-                self.leases.retain(|_, lease| matches!(lease.state, State::Held(_)));
+                self.leases.retain(|_, lease| matches!(lease.state, LeaseState::Held(_)));
             }
         }
         self.leases.insert(key, lease);
@@ -264,7 +264,7 @@ impl Shard {
         self.remove(key);
         self.leases.remove(key);
         self.notify(key);
-        if entry.value.as_ref().is_some_and(|value| value.len() > self.capacity * VALUE_SHARE) {
+        if entry.value.as_ref().is_some_and(|value| value.len() > self.capacity * VALUE_BYTES_PER_ENTRY) {
             // It would evict everything else, and then itself.
             return;
         }
@@ -280,7 +280,7 @@ impl Shard {
         };
         self.bytes += stored.len();
         self.entries.insert(*key, stored);
-        while self.entries.len() > self.capacity || self.bytes > self.capacity * VALUE_SHARE {
+        while self.entries.len() > self.capacity || self.bytes > self.capacity * VALUE_BYTES_PER_ENTRY {
             self.evict();
         }
     }

@@ -87,12 +87,12 @@ impl IdempotencyRegistry for MemoryBackend {
     async fn complete_unknown(
         &self,
         status: &OperationStatus,
-        answer: &StoredResponse,
+        response: &StoredResponse,
         retention: Duration,
     ) -> Result<bool, StoreError> {
         match status.state {
             OperationState::Unknown { .. } | OperationState::Completed { .. } => {
-                self.inner.operations.complete_unknown(status, answer, retention)
+                self.inner.operations.complete_unknown(status, response, retention)
             }
             OperationState::Free | OperationState::InFlight { .. } => Ok(false),
         }

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::lock::store::{Acquired, Claim, Notifications, Queueing, Released, Renewal, Token};
-use crate::lock::{Cursor, ForceReleased, KnownHash, LockHolder, LockKey, LockKind, LockPage, LockStatus};
+use crate::lock::{Cursor, ForceReleased, IdentityBuildHasher, LockHolder, LockKey, LockKind, LockPage, LockStatus};
 
 /// More than the number of threads that would lock shards at once.
 const SHARDS: usize = 16;
@@ -35,7 +35,7 @@ pub(super) struct LockTable {
 
 #[derive(Default)]
 struct Shard {
-    locks: IndexMap<LockKey, Record, KnownHash>,
+    locks: IndexMap<LockKey, Record, IdentityBuildHasher>,
     // The last fence of any lock in the shard: a free lock has no entry.
     fence: u64,
     // Where to look next for expired leases.

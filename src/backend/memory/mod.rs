@@ -128,7 +128,7 @@ const MAX_SHARDS: usize = 64;
 /// With fewer keys than this per shard, shards cost more than they save.
 const MIN_SHARD: usize = 64;
 /// How many counts of its own shard a growing count may evict. If that is not enough, all shards evict.
-const OWN_SHARE: usize = 4;
+const OWN_EVICTIONS: usize = 4;
 
 impl MemoryBackend {
     /// The maximum number of keys by default.
@@ -237,7 +237,7 @@ impl MemoryBackend {
     /// Adds to the total weight after a count grew by `added`. If the backend is full, evicts a few other counts of the shard.
     fn grew(&self, shard: &mut Shard, bucket: usize, added: usize, now_us: u64) {
         self.inner.weight.fetch_add(added, Ordering::Relaxed);
-        for _ in 0..OWN_SHARE {
+        for _ in 0..OWN_EVICTIONS {
             if self.overweight() == 0 || shard.len() < 2 {
                 return;
             }

@@ -93,7 +93,7 @@ struct Record {
 enum State {
     Free,
     InFlight { ends: Instant },
-    Completed { answer: Arc<[u8]>, is_kept: bool },
+    Completed { response: Arc<[u8]>, is_kept: bool },
 }
 
 impl Entry {
@@ -129,12 +129,12 @@ impl Record {
     }
 
     fn bytes(&self) -> usize {
-        let answer = match &self.state {
-            State::Completed { answer, is_kept: true } => answer.len(),
+        let response = match &self.state {
+            State::Completed { response, is_kept: true } => response.len(),
             // A response that is not kept is a short mark, which counts as a part of its record.
             State::Completed { is_kept: false, .. } | State::Free | State::InFlight { .. } => 0,
         };
-        answer + self.checkpoint.as_deref().map_or(0, Checkpoint::len)
+        response + self.checkpoint.as_deref().map_or(0, Checkpoint::len)
     }
 
     fn renew(&mut self, claim: &Claim, now: Instant) {
@@ -243,9 +243,9 @@ impl OperationTable {
                 State::Free if !record.is_bound => {}
                 _ if record.head != claim.head => return Ok(Begun::Mismatch),
                 State::Free => {}
-                State::Completed { answer, is_kept } => {
-                    let (body_fingerprint, answer) = (record.body_fingerprint, Arc::clone(answer));
-                    return Ok(Begun::Completed { body_fingerprint, answer, is_kept: *is_kept });
+                State::Completed { response, is_kept } => {
+                    let (body_fingerprint, response) = (record.body_fingerprint, Arc::clone(response));
+                    return Ok(Begun::Completed { body_fingerprint, response, is_kept: *is_kept });
                 }
                 State::InFlight { .. } if record.token == claim.token => {
                     record.renew(claim, now);
@@ -438,19 +438,19 @@ impl OperationTable {
         completion: &Completion,
     ) -> Result<(), NoRoom> {
         let Some(Entry { owner, record, .. }) = shard.entry(&hashed) else { return Ok(()) };
-        let Completion { response: answer, is_kept, body_fingerprint, retention } = completion;
+        let Completion { response, is_kept, body_fingerprint, retention } = completion;
         if *is_kept {
-            self.make_room(*owner, answer.len())?;
+            self.make_room(*owner, response.len())?;
         }
         self.release_bytes(*owner, record.bytes());
         record.checkpoint = None;
-        record.state = State::Completed { answer: Arc::clone(answer), is_kept: *is_kept };
+        record.state = State::Completed { response: Arc::clone(response), is_kept: *is_kept };
         record.body_fingerprint = *body_fingerprint;
         record.expires = now + *retention;
         if record.due > record.expires {
             let (previous, due) = (record.due, record.expires);
             record.due = due;
-            shard.move_line(&hashed, previous, due);
+            shard.move_check(&hashed, previous, due);
         }
         shard.notify(hashed.operation);
         Ok(())
@@ -511,16 +511,16 @@ impl OperationTable {
     pub(super) fn complete_unknown(
         &self,
         status: &OperationStatus,
-        answer: &StoredResponse,
+        response: &StoredResponse,
         retention: Duration,
     ) -> Result<bool, StoreError> {
-        self.retry_after_sweep(|| self.complete_unknown_if_there_is_room(status, answer, retention)).map_err(no_room)
+        self.retry_after_sweep(|| self.try_complete_unknown(status, response, retention)).map_err(no_room)
     }
 
-    fn complete_unknown_if_there_is_room(
+    fn try_complete_unknown(
         &self,
         status: &OperationStatus,
-        answer: &StoredResponse,
+        response: &StoredResponse,
         retention: Duration,
     ) -> Result<bool, NoRoom> {
         let (mut shard, hashed) = self.shard(&status.operation);
@@ -528,26 +528,21 @@ impl OperationTable {
         let Some(record) = shard.live(&hashed, now).filter(|record| record.fence == status.fence) else {
             return Ok(false);
         };
-        if let State::Completed { answer: existing, is_kept } = &record.state {
+        if let State::Completed { response: existing, is_kept } = &record.state {
             // A response of a handler cannot be replaced by an operator.
             if record.token != no_token() {
                 return Ok(false);
             }
-            if existing == answer.bytes() && *is_kept == answer.is_kept() {
+            if existing == response.bytes() && *is_kept == response.is_kept() {
                 return Ok(true);
             }
         }
         if !record.state(now).is_like(status.state) {
             return Ok(false);
         }
-        let (answer, is_kept, body_fingerprint) =
-            (Arc::clone(answer.bytes()), answer.is_kept(), record.body_fingerprint);
-        self.store_completion(
-            &mut shard,
-            hashed,
-            now,
-            &Completion { response: answer, is_kept, body_fingerprint, retention },
-        )?;
+        let (response, is_kept, body_fingerprint) =
+            (Arc::clone(response.bytes()), response.is_kept(), record.body_fingerprint);
+        self.store_completion(&mut shard, hashed, now, &Completion { response, is_kept, body_fingerprint, retention })?;
         // The holder of the attempt learns that its own response is not stored.
         if let Some(record) = shard.record(&hashed) {
             record.token = no_token();
@@ -604,7 +599,7 @@ impl Shard {
     }
 
     /// Changes when a record is checked.
-    fn move_line(&mut self, hashed: &HashedOperation<'_>, previous: Instant, due: Instant) {
+    fn move_check(&mut self, hashed: &HashedOperation<'_>, previous: Instant, due: Instant) {
         if let Some(number) = self.entry(hashed).map(|entry| entry.number) {
             self.due.remove(&(previous, number));
             self.due.insert((due, number), hashed.hash);
@@ -664,8 +659,8 @@ mod tests {
     }
 
     fn completion(bytes: usize) -> Completion {
-        let (answer, retention) = (vec![7; bytes].into(), Duration::from_secs(60));
-        Completion { response: answer, is_kept: true, body_fingerprint: BodyFingerprint::default(), retention }
+        let (response, retention) = (vec![7; bytes].into(), Duration::from_secs(60));
+        Completion { response, is_kept: true, body_fingerprint: BodyFingerprint::default(), retention }
     }
 
     /// The counts agree with the records.
@@ -751,8 +746,8 @@ mod tests {
         let claim = Claim { token: new[0].1, ..claim() };
         assert!(table.checkpoint(&new[0].0, &claim, &BodyFingerprint::default(), &checkpoint).unwrap());
         check(&table);
-        let answer = completion(199 * BYTES_PER_RECORD);
-        assert!(table.complete(&new[1].0, &new[1].1, &answer).unwrap());
+        let response = completion(199 * BYTES_PER_RECORD);
+        assert!(table.complete(&new[1].0, &new[1].1, &response).unwrap());
         check(&table);
     }
 

@@ -293,7 +293,7 @@ impl Queue {
     }
 
     /// Releases the unique key of a job, except a key that is held for a time.
-    fn release_at_end(&mut self, id: &JobId, now: CallTime) {
+    fn release_untimed(&mut self, id: &JobId, now: CallTime) {
         self.release(id, true, now);
     }
 
@@ -364,7 +364,7 @@ impl Queue {
     }
 
     fn mark_dead(&mut self, id: &JobId, now: CallTime) {
-        self.release_at_end(id, now);
+        self.release_untimed(id, now);
         if let Some(record) = self.jobs.get_mut(id) {
             record.state = JobState::Dead { since: now.ms };
             self.dead_bytes += record.size();
@@ -533,7 +533,7 @@ impl Queue {
                 let is_free = record.job.unique.is_some_and(|unique| unique.span == UniqueFor::Waiting);
                 self.leases.insert((ends, token, id));
                 if is_free {
-                    self.release_at_end(&id, now);
+                    self.release_untimed(&id, now);
                 }
             }
         }

@@ -14,7 +14,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 
 /// How many bytes each job of the capacity provides, on average.
-const JOB_SHARE: usize = 1_024;
+const BYTES_PER_JOB: usize = 1_024;
 
 /// The queues of one memory backend and its clones. A queue is in the table while it has jobs, unique keys or a worker, or is paused.
 pub(super) struct QueueTable {
@@ -150,7 +150,7 @@ impl QueueTable {
 
     /// The same for bytes.
     fn excess_bytes(&self, (_, own): (usize, usize), bytes: usize) -> usize {
-        let (all, room) = (self.bytes.load(Ordering::Relaxed), self.capacity.saturating_mul(JOB_SHARE));
+        let (all, room) = (self.bytes.load(Ordering::Relaxed), self.capacity.saturating_mul(BYTES_PER_JOB));
         shares::excess(own, all, bytes, room)
     }
 
@@ -176,7 +176,7 @@ impl QueueTable {
             // Removing a queue's own dead jobs also lowers its own usage, so each removal counts twice.
             let factor = if largest == *key { 2 } else { 1 };
             let (excess, excess_bytes) = (excess.div_ceil(factor), excess_bytes.div_ceil(factor));
-            let half_of_bytes = self.capacity.saturating_mul(JOB_SHARE) / 2;
+            let half_of_bytes = self.capacity.saturating_mul(BYTES_PER_JOB) / 2;
             // Remove nothing if that would not make enough room.
             if excess > queues.dead.saturating_sub(self.capacity / 2)
                 || excess_bytes > queues.dead_bytes.saturating_sub(half_of_bytes)

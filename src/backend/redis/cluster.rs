@@ -21,7 +21,7 @@ use super::address::Address;
 use super::connection::connector::Connector;
 use super::connection::pool::{Pool, PoolOptions};
 use super::connection::timeout_error::{no_connection, no_reply};
-use super::error::{unsent, with_peer};
+use super::error::{not_executed, with_peer};
 use super::peer::Peer;
 use super::purpose::{ConnectMode, Purpose, ReplicatedPurpose};
 use super::replicated::{Outcome, Replicated};
@@ -45,7 +45,7 @@ const REFRESH_PAUSE: Duration = Duration::from_millis(50);
 const MAX_REFRESH_PAUSE: Duration = Duration::from_millis(500);
 
 /// Creates the connector of a node.
-pub(crate) type Connectors = Box<dyn Fn(&Address) -> Result<Connector, RedisError> + Send + Sync>;
+pub(crate) type ConnectorFactory = Box<dyn Fn(&Address) -> Result<Connector, RedisError> + Send + Sync>;
 
 /// All nodes of one cluster.
 pub(crate) struct Cluster {
@@ -55,7 +55,7 @@ pub(crate) struct Cluster {
 }
 
 struct Shared {
-    connectors: Connectors,
+    connectors: ConnectorFactory,
     // How many connections to each node, and their timeouts.
     connections: u32,
     options: PoolOptions,
@@ -125,7 +125,7 @@ impl Cluster {
     /// Reads the map from the first seed that has it. [`ConnectMode::Disconnected`] does this in the background until it succeeds.
     pub(crate) async fn open(
         seeds: Vec<Address>,
-        connectors: Connectors,
+        connectors: ConnectorFactory,
         connections: u32,
         options: PoolOptions,
         mode: ConnectMode,
@@ -221,7 +221,7 @@ impl Cluster {
         let node = self.shared.owner(slot(key)).ok_or_else(|| {
             self.ensure_reader();
             self.shared.stale.notify_one();
-            unsent((ErrorKind::ClusterConnectionNotFound, "no node serves the slot of this key").into())
+            not_executed((ErrorKind::ClusterConnectionNotFound, "no node serves the slot of this key").into())
         })?;
         let until = Instant::now() + follow_timeout;
         Ok(Route { cluster: self, node, asking: false, until, redirections: 0, pause: MIN_PAUSE })
@@ -272,7 +272,7 @@ impl<'a> Route<'a> {
             _ => return Err(error),
         };
         if Instant::now() >= self.until {
-            return Err(unsent(error));
+            return Err(not_executed(error));
         }
         if asking || address.is_none() {
             // The map stays correct until the slot has finally moved.

@@ -483,7 +483,7 @@ impl RedisBackend {
             probe: _,
             floor: _,
         } = &mut scripts;
-        let counting = [check, check_plain, check_many, block];
+        let rate_limit_prefix = [check, check_plain, check_many, block];
         let locking = [lock_acquire, lock_acquire_all, lock_exchange, lock_queue, lock_renew, lock_release];
         let operations = [idempotency_begin, idempotency_renew, idempotency_complete, idempotency_release];
         let looking = [lock_inspect, lock_name, lock_force_release];
@@ -493,13 +493,18 @@ impl RedisBackend {
         let many_jobs =
             [delay_queue_counts, delay_queue_list, delay_queue_release_unique, delay_queue_replay, delay_queue_forget];
         let queueing = delaying.into_iter().chain(one_job).chain(many_jobs);
-        for script in
-            counting.into_iter().chain(locking).chain(looking).chain(operations).chain(operating).chain(queueing)
+        for script in rate_limit_prefix
+            .into_iter()
+            .chain(locking)
+            .chain(looking)
+            .chain(operations)
+            .chain(operating)
+            .chain(queueing)
         {
             *script = LuaScript::new(&format!("{prelude}\n{}", script.code()));
         }
-        let super::Inner { servers, keys, locks, .. } = &*self.inner;
-        Self::with_scripts(servers.clone(), (**keys).clone(), locks.again(), scripts)
+        let super::Inner { servers, keys, auxiliary, .. } = &*self.inner;
+        Self::with_scripts(servers.clone(), (**keys).clone(), auxiliary.again(), scripts)
     }
 
     /// Checks all of these in one batch, as if other calls were in flight.

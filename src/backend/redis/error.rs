@@ -25,12 +25,12 @@ fn is_wait_at_replica(error: &RedisError) -> bool {
 }
 
 /// Marks an error as a failure without any effect: the command was not sent, or a node refused to run it.
-pub(crate) fn unsent(error: RedisError) -> RedisError {
+pub(crate) fn not_executed(error: RedisError) -> RedisError {
     io::Error::new(io::ErrorKind::NotConnected, Unsent(error)).into()
 }
 
 /// Why a command was not sent, if that is known.
-fn cause_unsent(error: &RedisError) -> Option<&RedisError> {
+fn cause_not_executed(error: &RedisError) -> Option<&RedisError> {
     io_error(error)?.get_ref()?.downcast_ref().map(|Unsent(cause)| cause)
 }
 
@@ -66,9 +66,9 @@ impl fmt::Display for PeerError {
 
 impl Error for PeerError {}
 
-/// The error without [`unsent`] and [`with_peer`].
+/// The error without [`not_executed`] and [`with_peer`].
 pub(crate) fn inner(error: &RedisError) -> &RedisError {
-    match cause_unsent(error).or_else(|| peer_error(error).map(|PeerError(_, error)| error)) {
+    match cause_not_executed(error).or_else(|| peer_error(error).map(|PeerError(_, error)| error)) {
         Some(cause) => inner(cause),
         None => error,
     }
@@ -76,7 +76,7 @@ pub(crate) fn inner(error: &RedisError) -> &RedisError {
 
 /// The server that an error is about, if it was added.
 pub(crate) fn peer_of(error: &RedisError) -> Option<&Peer> {
-    match cause_unsent(error) {
+    match cause_not_executed(error) {
         Some(cause) => peer_of(cause),
         None => peer_error(error).map(|PeerError(peer, _)| peer),
     }
@@ -108,7 +108,7 @@ impl fmt::Display for Shown {
 impl Error for Shown {}
 
 pub(crate) fn store_error(error: RedisError) -> StoreError {
-    if let Some(cause) = cause_unsent(&error) {
+    if let Some(cause) = cause_not_executed(&error) {
         return store_error(cause.clone()).before_sending();
     }
     if let Some(PeerError(_, cause)) = peer_error(&error) {
@@ -236,18 +236,18 @@ mod tests {
     fn unsent_command_is_a_refusal() {
         let reset = || RedisError::from(io::Error::from(io::ErrorKind::ConnectionReset));
         assert!(!store_error(reset()).is_refusal());
-        let error = store_error(unsent(reset()));
+        let error = store_error(not_executed(reset()));
         assert!(error.is_refusal() && error.is_unavailable());
         // Users see no difference.
         assert_eq!(format!("{error:?}"), format!("{:?}", store_error(reset())).replace("true", "false"));
         let refused = RedisError::from((ErrorKind::AuthenticationFailed, "no"));
-        assert!(store_error(unsent(refused)).is_unauthorized());
+        assert!(store_error(not_executed(refused)).is_unauthorized());
     }
 
     #[test]
     fn loading_server_is_a_refusal() {
         let loading = server_error("LOADING Redis is loading the dataset in memory");
-        for error in [loading.clone(), unsent(loading)] {
+        for error in [loading.clone(), not_executed(loading)] {
             let error = store_error(error);
             assert!(error.is_refusal() && error.is_unavailable(), "{error:?}");
             assert!(error.source().unwrap().to_string().contains("loading the dataset"), "{error:?}");

@@ -209,7 +209,7 @@ fn outcome(start: &Begun) -> String {
         Begun::Unknown { attempt, body_fingerprint } => {
             format!("unknown, attempt {attempt}, {}", read(body_fingerprint))
         }
-        Begun::Completed { body_fingerprint, answer, is_kept } => {
+        Begun::Completed { body_fingerprint, response: answer, is_kept } => {
             // The answer of an operator begins with a letter.
             let by = if answer[0] == b'o' || answer.len() > 1 { NO_TOKEN as u8 } else { answer[0] };
             format!("completed by {by} (kept: {is_kept}), {}", read(body_fingerprint))

@@ -17,18 +17,18 @@ use crate::store::token::Token;
 const LAYOUT: &str = "2";
 
 /// The number of parts of the idempotency records. Each part is in one slot of a cluster.
-pub(crate) const PARTS: u64 = 64;
+pub(crate) const PARTITIONS: u64 = 64;
 
 /// The part of an operation. It is the same for all processes, so the hash has no random key. FNV-1a alone would put sequential keys into
 /// few parts, since their last bytes hardly reach the upper bits. The finalizer of MurmurHash3 spreads them.
-fn part(scope: &str, key: &str) -> String {
+fn partition(scope: &str, key: &str) -> String {
     let bytes = scope.bytes().chain([b':']).chain(key.bytes());
     let hash =
         bytes.fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
     let spread = [0xff51_afd7_ed55_8ccd_u64, 0xc4ce_b9fe_1a85_ec53]
         .into_iter()
         .fold(hash, |hash, factor| (hash ^ (hash >> 33)).wrapping_mul(factor));
-    (((spread ^ (spread >> 33)) >> 32) % PARTS).to_string()
+    (((spread ^ (spread >> 33)) >> 32) % PARTITIONS).to_string()
 }
 
 const HEX: &[u8; 16] = b"0123456789abcdef";
@@ -63,7 +63,7 @@ impl Keys {
                 1 => String::new(),
                 number => format!(":{number}"),
             };
-            let mut key = self.counting(policy, key);
+            let mut key = self.rate_limit_prefix(policy, key);
             key.extend(["log:", &log.span.to_string(), &number]);
             keys.push(key);
         }
@@ -72,13 +72,13 @@ impl Keys {
 
     /// The key of the counts: the first key of [`rate_limit`](Self::rate_limit), and the only key of a policy without sliding logs.
     pub(crate) fn counts(&self, policy: &Policy, key: &Key) -> String {
-        let mut key = self.counting(policy, key);
+        let mut key = self.rate_limit_prefix(policy, key);
         key.push_str("counts");
         key
     }
 
     /// The common prefix of these keys. The string has capacity for most of their endings.
-    fn counting(&self, policy: &Policy, key: &Key) -> String {
+    fn rate_limit_prefix(&self, policy: &Policy, key: &Key) -> String {
         let (name, key, shape) = (policy.name(), key.as_str(), policy.shape());
         let mut text = String::with_capacity(self.root.len() + name.len() + key.len() + shape.len() + 48);
         for piece in [&self.root, "{rate_limit:", name, ":", key, "}:", shape, ":"] {
@@ -118,7 +118,7 @@ impl Keys {
     pub(crate) fn records(&self, scope: &Key, operation: &Operation, is_cluster: bool) -> String {
         let scope = escape_part(scope);
         if is_cluster {
-            let part = part(&escape_part(operation.scope()), operation.key().as_str());
+            let part = partition(&escape_part(operation.scope()), operation.key().as_str());
             return [&self.root, "{idempotency:", &part, "}:", &scope, ":records"].concat();
         }
         [&self.root, "{idempotency}:", &scope, ":records"].concat()
@@ -133,7 +133,7 @@ impl Keys {
 
     fn operation(&self, operation: &Operation, part: &str) -> String {
         let (scope, key) = (escape_part(operation.scope()), operation.key().as_str());
-        [&self.root, "{idempotency:", &self::part(&scope, key), "}:", &scope, ":", key, ":", part].concat()
+        [&self.root, "{idempotency:", &self::partition(&scope, key), "}:", &scope, ":", key, ":", part].concat()
     }
 
     /// `<prefix>:2:{cache:<cache>:<key>}:<part>`.
@@ -420,10 +420,10 @@ mod tests {
     fn sequential_keys_fill_parts_evenly() {
         let mut parts = std::collections::HashMap::<_, usize>::new();
         for number in 0..10_000 {
-            *parts.entry(part("alice", &format!("order-{number}"))).or_default() += 1;
+            *parts.entry(partition("alice", &format!("order-{number}"))).or_default() += 1;
         }
         let (fewest, max) = (parts.values().min(), parts.values().max());
-        assert_eq!(parts.len(), PARTS as usize);
+        assert_eq!(parts.len(), PARTITIONS as usize);
         assert!(fewest > Some(&100) && max < Some(&210), "{fewest:?} to {max:?} keys are in a part");
     }
 

@@ -191,8 +191,8 @@ impl Pair {
         held: &[(LockKey, Token)],
         wanted: &[(LockKey, Claim)],
     ) -> (Vec<Option<u64>>, Vec<Option<Acquired>>) {
-        let Inner { keys, scripts, locks, .. } = &*self.redis.inner;
-        let (own, scripts, keys) = (locks.dedicated().clone(), Arc::clone(scripts), Arc::clone(keys));
+        let Inner { keys, scripts, auxiliary, .. } = &*self.redis.inner;
+        let (own, scripts, keys) = (auxiliary.dedicated().clone(), Arc::clone(scripts), Arc::clone(keys));
         let outcome =
             super::super::batch::lock::exchange_batch(own, scripts, keys, held.iter().copied(), wanted.iter().copied());
         self.redis_runtime.block_on(outcome).unwrap()

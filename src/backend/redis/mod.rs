@@ -163,6 +163,7 @@
 //! `-addext basicConstraints=CA:FALSE`. The private key of the client must not be encrypted.
 
 mod address;
+mod auxiliary_connections;
 mod batch;
 #[cfg(feature = "tls")]
 mod certificates;
@@ -173,7 +174,6 @@ mod connection;
 mod diagnose;
 mod error;
 mod keys;
-mod lock_connections;
 mod metrics;
 mod option_checks;
 mod options;
@@ -200,12 +200,12 @@ use bb8_redis::RedisConnectionManager;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
+use self::auxiliary_connections::AuxiliaryConnections;
 use self::batch::check::CheckBatcher;
 use self::batch::lock::LockBatcher;
 use self::batch::push::PushBatcher;
 use self::error::store_error;
 use self::keys::Keys;
-use self::lock_connections::LockConnections;
 use self::peer::Peer;
 use self::scripts::Scripts;
 use self::server_clock::ServerClock;
@@ -239,7 +239,7 @@ struct Inner {
     scripts: Arc<Scripts>,
     // `None` on a cluster, where two keys hardly ever share a slot.
     check_batcher: Option<CheckBatcher>,
-    locks: LockConnections,
+    auxiliary: AuxiliaryConnections,
     // One permit for each decision about several keys whose charges are being refunded.
     refunds: Arc<Semaphore>,
     // Created at the first lock; never on a cluster.
@@ -344,14 +344,14 @@ impl RedisBackend {
 
     fn with_connections(connections: Connections, keys: Keys, scripts: Scripts) -> Self {
         let Connections { requests, dedicated, grants, renewals, response_timeout, source, runtime } = connections;
-        let locks = LockConnections::new(dedicated, [grants, renewals], response_timeout, source, runtime);
-        Self::with_scripts(Arc::new(requests), keys, locks, scripts)
+        let auxiliary = AuxiliaryConnections::new(dedicated, [grants, renewals], response_timeout, source, runtime);
+        Self::with_scripts(Arc::new(requests), keys, auxiliary, scripts)
     }
 
-    fn with_scripts(servers: Arc<Servers>, keys: Keys, locks: LockConnections, scripts: Scripts) -> Self {
+    fn with_scripts(servers: Arc<Servers>, keys: Keys, auxiliary: AuxiliaryConnections, scripts: Scripts) -> Self {
         let (scripts, keys) = (Arc::new(scripts), Arc::new(keys));
         let check_batcher = (!servers.is_cluster())
-            .then(|| CheckBatcher::new(Arc::clone(&servers), Arc::clone(&scripts), locks.runtime()));
+            .then(|| CheckBatcher::new(Arc::clone(&servers), Arc::clone(&scripts), auxiliary.runtime()));
         let (lock_batcher, pushes) = (OnceLock::new(), OnceLock::new());
         let refunds = Arc::new(Semaphore::new(MAX_REFUNDS));
         let shutdown = ShutdownRegistry::default();
@@ -362,7 +362,7 @@ impl RedisBackend {
                 scripts,
                 check_batcher,
                 refunds,
-                locks,
+                auxiliary,
                 lock_batcher,
                 pushes,
                 server_clock: ServerClock::new(),

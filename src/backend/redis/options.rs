@@ -10,7 +10,7 @@ use super::RedisBackend;
 use super::address::Address;
 #[cfg(feature = "tls")]
 use super::certificates;
-use super::cluster::{Cluster, Connectors};
+use super::cluster::{Cluster, ConnectorFactory};
 use super::connect_error::Attempt;
 use super::connection::connect::tcp_nodelay;
 use super::connection::connector::Connector;
@@ -295,7 +295,7 @@ impl RedisOptions {
                 let clients = sentinels.iter().map(client).collect::<Result<_, _>>();
                 let clients = clients.map_err(|error| invalid_certificate(&error))?;
                 let (service, redis) = (service.clone(), redis.clone());
-                let open: sentinel::Opener =
+                let open: sentinel::ClientFactory =
                     Box::new(move |(host, port)| self.client(info(self.address(host.clone(), *port), &redis)?));
                 Connector::Sentinels(Arc::new(Sentinels::new(&service, clients, open, config, connect_timeout)))
             }
@@ -308,7 +308,7 @@ impl RedisOptions {
                 }
                 let seeds: Vec<_> = seeds.iter().filter_map(address).collect();
                 let redis = redis.clone();
-                let connectors: Connectors = Box::new(move |(host, port)| {
+                let connectors: ConnectorFactory = Box::new(move |(host, port)| {
                     let address = self.address(host.clone(), *port);
                     let client = self.client(info(address, &redis)?)?;
                     Ok(Connector::Client(Box::new((client, config.clone()))))

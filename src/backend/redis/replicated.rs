@@ -18,7 +18,7 @@ use super::connection::connector::Connector;
 use super::connection::handle::Connection;
 use super::connection::pool::{Pool, PoolOptions, ServerState};
 use super::connection::timeout_error::no_connection;
-use super::error::unsent;
+use super::error::not_executed;
 use crate::lock::store::Replicas;
 
 /// Every call is batched. A second batch in flight spares new calls the wait for the first one's WAIT.
@@ -182,7 +182,7 @@ impl DedicatedConnections {
     /// server is unreachable.
     fn refusal(&self, within: Duration) -> Result<Outcome, RedisError> {
         let is_silent = self.silent_since().is_some_and(|since| since.elapsed() >= within / 2);
-        if is_silent { Err(unsent(no_connection(within))) } else { Ok(Outcome::Insufficient(0)) }
+        if is_silent { Err(not_executed(no_connection(within))) } else { Ok(Outcome::Insufficient(0)) }
     }
 
     fn refuse(&self, batch: Vec<Pending>) {
@@ -219,7 +219,7 @@ async fn send_batch(dedicated: Arc<DedicatedConnections>, batch: Vec<Pending>) -
     let connection = match connected {
         Ok(connection) => connection,
         Err(error) => {
-            let error = unsent(error);
+            let error = not_executed(error);
             batch.into_iter().for_each(|pending| pending.respond(Err(error.clone())));
             return false;
         }

@@ -35,13 +35,13 @@ const MAX_QUERY_TIMEOUT: Duration = Duration::from_secs(10);
 const STRAGGLER_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Creates clients for primaries.
-pub(crate) type Opener = Box<dyn Fn(&Address) -> Result<Client, RedisError> + Send + Sync>;
+pub(crate) type ClientFactory = Box<dyn Fn(&Address) -> Result<Client, RedisError> + Send + Sync>;
 
 /// The Sentinels of a service.
 pub(crate) struct Sentinels {
     service: Arc<str>,
     sentinels: Vec<Arc<Sentinel>>,
-    open: Opener,
+    open: ClientFactory,
     config: AsyncConnectionConfig,
     // How long the queries of all Sentinels may take together after one of them has failed. It leaves time to use the replies of the other
     // Sentinels.
@@ -58,10 +58,10 @@ pub(crate) struct Sentinels {
 #[derive(Default)]
 struct PrimaryTracker {
     // The primary of the last announcement. Before the first one, the primary that was connected to.
-    primary: Option<Announcement>,
+    primary: Option<NamedPrimary>,
     // Another primary that was connected to since then, named by the Sentinels that replied at that time. If there are several, the
     // one with the lowest epoch.
-    unconfirmed: Option<Announcement>,
+    unconfirmed: Option<NamedPrimary>,
 }
 
 struct Sentinel {
@@ -75,7 +75,7 @@ struct Sentinel {
 
 /// The reply of a Sentinel: the primary, and the epoch of the failover that promoted it. A higher epoch is newer.
 #[derive(Clone, Debug)]
-struct Announcement {
+struct NamedPrimary {
     epoch: u64,
     primary: Address,
 }
@@ -103,7 +103,7 @@ impl PrimaryTerm {
 }
 
 impl PrimaryTracker {
-    fn connected(&mut self, announced: &Announcement) {
+    fn connected(&mut self, announced: &NamedPrimary) {
         match &self.primary {
             None => self.primary = Some(announced.clone()),
             Some(known) if known.primary == announced.primary => {}
@@ -113,7 +113,7 @@ impl PrimaryTracker {
     }
 
     /// Processes the newest announcements. Returns whether connections have to be replaced.
-    fn observe(&mut self, newest: &[&Announcement], is_unanimous: bool) -> bool {
+    fn observe(&mut self, newest: &[&NamedPrimary], is_unanimous: bool) -> bool {
         let Some(first) = newest.first() else { return false };
         let is_named = |primary: &Address| newest.iter().any(|reply| reply.primary == *primary);
         match &self.primary {
@@ -121,7 +121,7 @@ impl PrimaryTracker {
             Some(known) if first.epoch < known.epoch && !is_unanimous => false,
             Some(known) if is_named(&known.primary) => {
                 // If the unconfirmed primary is neither newer nor another name of the current primary, an isolated Sentinel named it.
-                let is_settled = |unconfirmed: &mut Announcement| unconfirmed.epoch <= first.epoch || is_unanimous;
+                let is_settled = |unconfirmed: &mut NamedPrimary| unconfirmed.epoch <= first.epoch || is_unanimous;
                 self.unconfirmed.take_if(is_settled).is_some_and(|unconfirmed| !is_named(&unconfirmed.primary))
             }
             Some(known) if first.epoch <= known.epoch && !is_unanimous => false,
@@ -163,7 +163,7 @@ impl Sentinel {
         }
     }
 
-    async fn query(&self, service: &str) -> Result<Announcement, RedisError> {
+    async fn query(&self, service: &str) -> Result<NamedPrimary, RedisError> {
         // The connection is taken out during a query, so that an abandoned query leaves no connection with a pending reply.
         let mut slot = self.connection.lock().await;
         if let Some(mut connection) = slot.take()
@@ -185,7 +185,7 @@ fn is_about(event: &Value, service: &str) -> bool {
     matches!(event, Value::BulkString(event) if event.split(|byte| *byte == b' ').any(|word| word == service.as_bytes()))
 }
 
-async fn announcement(connection: &mut MultiplexedConnection, service: &str) -> Result<Announcement, RedisError> {
+async fn announcement(connection: &mut MultiplexedConnection, service: &str) -> Result<NamedPrimary, RedisError> {
     // The epoch first: a failover between the two commands then makes a new primary look old, and not the reverse.
     let master = redis::cmd("SENTINEL").arg("MASTER").arg(service).query_async(connection).await;
     let master: HashMap<String, String> = master.map_err(sentinel_error)?;
@@ -193,14 +193,14 @@ async fn announcement(connection: &mut MultiplexedConnection, service: &str) -> 
     let mut address = redis::cmd("SENTINEL");
     address.arg("GET-MASTER-ADDR-BY-NAME").arg(service);
     let primary: Option<Address> = address.query_async(connection).await?;
-    Ok(Announcement { epoch, primary: primary.ok_or_else(unknown_service)? })
+    Ok(NamedPrimary { epoch, primary: primary.ok_or_else(unknown_service)? })
 }
 
 impl Sentinels {
     pub(crate) fn new(
         service: &str,
         sentinels: Vec<Client>,
-        open: Opener,
+        open: ClientFactory,
         config: AsyncConnectionConfig,
         connect_timeout: Duration,
     ) -> Self {
@@ -319,7 +319,7 @@ async fn query_all(
     service: &Arc<str>,
     sentinels: impl Iterator<Item = Arc<Sentinel>>,
     query_timeout: Duration,
-) -> (Vec<Announcement>, Option<RedisError>) {
+) -> (Vec<NamedPrimary>, Option<RedisError>) {
     let mut pending_queries = JoinSet::new();
     for sentinel in sentinels {
         let service = Arc::clone(service);
@@ -352,7 +352,7 @@ async fn query_all(
 }
 
 /// The announcements with the highest epoch. They differ if Sentinels use different names for one server.
-fn newest(replies: &[Announcement]) -> Vec<&Announcement> {
+fn newest(replies: &[NamedPrimary]) -> Vec<&NamedPrimary> {
     let epoch = replies.iter().map(|reply| reply.epoch).max();
     replies.iter().filter(|reply| Some(reply.epoch) == epoch).collect()
 }
@@ -455,8 +455,8 @@ impl fmt::Display for Sentinels {
 mod tests {
     use super::*;
 
-    fn announced(epoch: u64, host: &str) -> Announcement {
-        Announcement { epoch, primary: (host.to_owned(), 6379) }
+    fn announced(epoch: u64, host: &str) -> NamedPrimary {
+        NamedPrimary { epoch, primary: (host.to_owned(), 6379) }
     }
 
     #[test]
@@ -497,7 +497,7 @@ mod tests {
             redis::IntoConnectionInfo::into_connection_info(format!("redis://{}/", sentinel.local_addr().unwrap()));
         let settings = redis::RedisConnectionInfo::default().set_skip_set_lib_name();
         let client = Client::open(info.unwrap().set_redis_settings(settings)).unwrap();
-        let open: Opener = Box::new(|_| Err(unknown_service()));
+        let open: ClientFactory = Box::new(|_| Err(unknown_service()));
         let long = Duration::from_secs(60);
         let config = AsyncConnectionConfig::new().set_response_timeout(Some(long));
         let _sentinels = Sentinels::new("orders", vec![client], open, config, long);

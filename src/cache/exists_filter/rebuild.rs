@@ -67,7 +67,7 @@ impl Rebuild<'_> {
         for _ in 0..ATTEMPTS {
             let mut seen = self.client.read_status().await?.status.ids;
             if seen == VersionIds::default() {
-                self.outlast_lost_ids().await?;
+                self.wait_for_lost_ids().await?;
                 seen = self.client.read_status().await?.status.ids;
             }
             if self.persist(|| store.begin_build(filter, &seen, version, *ttl)).await? {
@@ -79,7 +79,7 @@ impl Rebuild<'_> {
 
     /// Waits until no process uses versions whose ids the store may have lost. After the build has begun, additions go only to the new
     /// version, and do not wait.
-    async fn outlast_lost_ids(&self) -> Result<(), StoreError> {
+    async fn wait_for_lost_ids(&self) -> Result<(), StoreError> {
         let StoreClient { store, filter, settings, .. } = self.client;
         let (none, nothing) = (VersionIds::default(), NewBits::added(Vec::new(), Vec::new(), settings.ttl));
         while let Added::Missing { missing_for } = self.persist(|| store.add_bits(filter, &none, &nothing)).await? {

@@ -9,7 +9,7 @@ use super::events::{Event, EventSender};
 use super::pending_ack::PendingAck;
 use super::running_job::RunningJob;
 use crate::delay_queue::metrics::{OutcomeLabel, WorkerMetrics};
-use crate::delay_queue::notices::Notices;
+use crate::delay_queue::notices::DeadJobLog;
 use crate::delay_queue::record::Reason;
 use crate::delay_queue::store::{AckKind, DeadLimits, Died, Expired, Finished, QueueKey};
 use crate::error::StoreError;
@@ -20,7 +20,7 @@ use crate::store::circuit::OutageTracker;
 pub(crate) struct Reporter {
     queue: Key,
     metrics: WorkerMetrics,
-    notices: Notices,
+    notices: DeadJobLog,
     events: EventSender,
     stores: Vec<PartitionStore>,
 }
@@ -44,7 +44,7 @@ impl Reporter {
         Self {
             queue,
             metrics: WorkerMetrics::new(queue.as_str()),
-            notices: Notices::new(queue, now),
+            notices: DeadJobLog::new(queue, now),
             events,
             stores: partitions.map(store).collect(),
         }

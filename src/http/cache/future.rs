@@ -8,7 +8,7 @@ use ::http::Response;
 use pin_project_lite::pin_project;
 
 use super::body::CachedBody;
-use super::origin::Handed;
+use super::origin::OwnResponse;
 use super::settings::Shared;
 use super::status::CacheStatus;
 use crate::cache::CacheError;
@@ -29,7 +29,7 @@ pin_project! {
         // The request bypasses the cache.
         Passed { #[pin] future: F, shared: Arc<Shared<K, A>> },
         // The cache is read or changed.
-        Boxed { future: Pin<Box<dyn Future<Output = Handed<R, E>> + Send>> },
+        Boxed { future: Pin<Box<dyn Future<Output = OwnResponse<R, E>> + Send>> },
     }
 }
 
@@ -38,7 +38,7 @@ impl<F, R, E, A, K> ResponseFuture<F, R, E, A, K> {
         Self { state: State::Passed { future, shared } }
     }
 
-    pub(super) fn boxed(future: impl Future<Output = Handed<R, E>> + Send + 'static) -> Self {
+    pub(super) fn boxed(future: impl Future<Output = OwnResponse<R, E>> + Send + 'static) -> Self {
         Self { state: State::Boxed { future: Box::pin(future) } }
     }
 }
@@ -48,19 +48,19 @@ where
     F: Future<Output = Result<Response<R>, E>>,
     A: Responder<CacheError, Response<R>, E, Response = Response<CachedBody<R>>, Error = E>,
 {
-    type Output = Handed<R, E>;
+    type Output = OwnResponse<R, E>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         match self.project().state.project() {
             StateProj::Passed { future, shared } => {
-                let answer = &shared.answer;
+                let responder = &shared.responder;
                 Poll::Ready(match ready!(future.poll(cx)) {
                     Ok(response) => {
-                        let mut response = answer.response(response);
+                        let mut response = responder.response(response);
                         CacheStatus::Bypass.write(response.headers_mut());
                         Ok(response)
                     }
-                    Err(error) => Err(answer.error(error)),
+                    Err(error) => Err(responder.error(error)),
                 })
             }
             StateProj::Boxed { future } => future.as_mut().poll(cx),

@@ -135,7 +135,7 @@ pub struct CacheLayer<K = Undecided, A = HttpResponder> {
     cache: Cache<Stored, StoredCodec>,
     settings: Settings,
     principal: Arc<K>,
-    answer: A,
+    responder: A,
 }
 
 impl CacheLayer {
@@ -152,7 +152,7 @@ impl CacheLayer {
         };
         // Each response sets its times itself, and `max_response` limits its size.
         let cache = Cache::with_codec(store, name, Duration::from_secs(1), StoredCodec).max_len(usize::MAX);
-        Self { cache, settings, principal: Arc::new(Undecided), answer: HttpResponder::default() }
+        Self { cache, settings, principal: Arc::new(Undecided), responder: HttpResponder::default() }
             .load_timeout(Duration::from_secs(30))
     }
 }
@@ -179,15 +179,15 @@ impl<K, A> CacheLayer<K, A> {
     }
 
     fn with_principal<P>(self, principal: P) -> CacheLayer<P, A> {
-        let Self { cache, settings, answer, .. } = self;
-        CacheLayer { cache, settings, principal: Arc::new(principal), answer }
+        let Self { cache, settings, responder, .. } = self;
+        CacheLayer { cache, settings, principal: Arc::new(principal), responder }
     }
 
     /// Sets the [responder](crate::responder::Responder) for requests that can be neither served nor passed on. Defaults to
     /// [`HttpResponder::new`].
     pub fn responder<A2>(self, responder: A2) -> CacheLayer<K, A2> {
         let Self { cache, settings, principal, .. } = self;
-        CacheLayer { cache, settings, principal, answer: responder }
+        CacheLayer { cache, settings, principal, responder }
     }
 
     fn with(mut self, change: impl FnOnce(&mut Settings)) -> Self {
@@ -289,8 +289,8 @@ impl<K, A> CacheLayer<K, A> {
     }
 
     pub(super) fn into_shared(self) -> Shared<K, A> {
-        let Self { cache, settings, principal, answer } = self;
-        Shared { cache: Arc::new(cache), settings: Arc::new(settings), principal, answer }
+        let Self { cache, settings, principal, responder } = self;
+        Shared { cache: Arc::new(cache), settings: Arc::new(settings), principal, responder }
     }
 }
 
@@ -305,12 +305,12 @@ impl<S, K, A: Clone> Layer<S> for CacheLayer<K, A> {
 // Hand-written, because `derive` would require `K: Clone`.
 impl<K, A: Clone> Clone for CacheLayer<K, A> {
     fn clone(&self) -> Self {
-        let Self { cache, settings, principal, answer } = self;
+        let Self { cache, settings, principal, responder } = self;
         Self {
             cache: cache.clone(),
             settings: settings.clone(),
             principal: Arc::clone(principal),
-            answer: answer.clone(),
+            responder: responder.clone(),
         }
     }
 }

@@ -29,18 +29,18 @@ use crate::http::idempotency::recorded_response::Recorder;
 use crate::key::Key;
 
 /// A request with an instance of the inner service. Its caller and its load share it: one of them takes it.
-pub(super) struct Seat<S, B>(Arc<Mutex<Option<Seated<S, B>>>>);
+pub(super) struct SharedRequest<S, B>(Arc<Mutex<Option<PendingRequest<S, B>>>>);
 
-pub(super) struct Seated<S, B> {
+pub(super) struct PendingRequest<S, B> {
     inner: S,
     // Whether `inner` has reported ready. It may then hold a permit, for example of a concurrency limit.
     is_ready: bool,
     pub(super) request: Request<B>,
 }
 
-impl<S, B> Seat<S, B> {
+impl<S, B> SharedRequest<S, B> {
     pub(super) fn new(ready: S, request: Request<B>) -> Self {
-        Self(Arc::new(Mutex::new(Some(Seated { inner: ready, is_ready: true, request }))))
+        Self(Arc::new(Mutex::new(Some(PendingRequest { inner: ready, is_ready: true, request }))))
     }
 
     pub(super) fn share(&self) -> Self {
@@ -48,7 +48,7 @@ impl<S, B> Seat<S, B> {
     }
 
     /// `None` if it was taken before.
-    pub(super) fn take(&self) -> Option<Seated<S, B>> {
+    pub(super) fn take(&self) -> Option<PendingRequest<S, B>> {
         self.lock().take()
     }
 
@@ -68,12 +68,12 @@ impl<S, B> Seat<S, B> {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Seated<S, B>>> {
+    fn lock(&self) -> MutexGuard<'_, Option<PendingRequest<S, B>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl<S: Service<Request<B>>, B> Seated<S, B> {
+impl<S: Service<Request<B>>, B> PendingRequest<S, B> {
     /// Calls the inner service when it is ready.
     pub(super) async fn call(mut self) -> Result<S::Response, S::Error> {
         if !self.is_ready {
@@ -113,13 +113,13 @@ impl Place {
 const VARIES_FOR: Duration = Duration::from_secs(86_400);
 
 /// The response for the caller whose request was sent.
-pub(super) type Handed<R, E> = Result<Response<CachedBody<R>>, E>;
+pub(super) type OwnResponse<R, E> = Result<Response<CachedBody<R>>, E>;
 
 /// A load.
 pub(super) struct Origin<S, B, R, E> {
-    pub(super) seat: Seat<S, B>,
+    pub(super) seat: SharedRequest<S, B>,
     pub(super) place: Place,
-    pub(super) hand: oneshot::Sender<Handed<R, E>>,
+    pub(super) response_sender: oneshot::Sender<OwnResponse<R, E>>,
     pub(super) settings: Arc<Settings>,
     // Weak, since a load must not keep the cache that owns its task.
     pub(super) cache: Weak<Cache<Stored, StoredCodec>>,
@@ -158,8 +158,8 @@ where
     }
 
     /// The caller may have gone.
-    fn give(self, handed: Handed<R, S::Error>) {
-        let _ = self.hand.send(handed);
+    fn give(self, own_response: OwnResponse<R, S::Error>) {
+        let _ = self.response_sender.send(own_response);
     }
 
     fn give_uncached(self, parts: Parts, body: R, mark: Duration) -> Loaded<Stored> {
@@ -192,8 +192,8 @@ where
         let (pieces, receiver) = mpsc::unbounded_channel();
         let live = CachedBody::live(receiver, body.size_hint());
         let mut tee = Tee::new(body, pieces);
-        let Self { hand, settings, cache, place, .. } = self;
-        let _ = hand.send(Ok(Response::from_parts(parts, live)));
+        let Self { response_sender, settings, cache, place, .. } = self;
+        let _ = response_sender.send(Ok(Response::from_parts(parts, live)));
         // A body that takes too long is streamed to its client, and is not a failure.
         let read = timeout_at(until, tee.read(&mut recorder, announced)).await.unwrap_or(Ok(None));
         let Some(chunks) = read.map_err(OriginFailed::Body)? else {

@@ -109,7 +109,7 @@ impl Conditions {
     }
 
     /// Whether the client has this response already.
-    pub(super) fn are_met_by(&self, status: StatusCode, headers: &HeaderMap) -> bool {
+    pub(super) fn is_not_modified(&self, status: StatusCode, headers: &HeaderMap) -> bool {
         if status != StatusCode::OK {
             return false;
         }
@@ -175,8 +175,8 @@ mod tests {
             ("\"", false),
         ] {
             let conditions = conditions("if-none-match", list);
-            assert_eq!(conditions.are_met_by(StatusCode::OK, &headers), expected, "{list}");
-            assert!(!conditions.are_met_by(StatusCode::NOT_FOUND, &headers));
+            assert_eq!(conditions.is_not_modified(StatusCode::OK, &headers), expected, "{list}");
+            assert!(!conditions.is_not_modified(StatusCode::NOT_FOUND, &headers));
         }
     }
 
@@ -191,9 +191,9 @@ mod tests {
             ("yesterday", false),
         ] {
             let mut conditions = conditions("if-modified-since", since);
-            assert_eq!(conditions.are_met_by(StatusCode::OK, &headers), expected, "{since}");
+            assert_eq!(conditions.is_not_modified(StatusCode::OK, &headers), expected, "{since}");
             conditions.if_none_match.push(HeaderValue::from_static("\"x\""));
-            assert!(!conditions.are_met_by(StatusCode::OK, &headers));
+            assert!(!conditions.is_not_modified(StatusCode::OK, &headers));
         }
     }
 

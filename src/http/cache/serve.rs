@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 use tower_service::Service;
 
 use super::body::CachedBody;
-use super::origin::{Handed, Origin, Place, Seat};
+use super::origin::{Origin, OwnResponse, Place, SharedRequest};
 use super::policy::is_failure;
 use super::request::Read;
 use super::settings::Shared;
@@ -24,13 +24,13 @@ use crate::responder::Responder;
 /// A request that the cache may answer.
 pub(super) struct Reader<S, B, K, A> {
     pub(super) shared: Arc<Shared<K, A>>,
-    pub(super) seat: Seat<S, B>,
+    pub(super) seat: SharedRequest<S, B>,
     pub(super) read: Read,
 }
 
 /// The result for one place.
 enum Step<R, E> {
-    Done(Handed<R, E>),
+    Done(OwnResponse<R, E>),
     /// Header fields select the response. Look it up at this place.
     Variant(Place),
     /// Call the inner service for this request alone.
@@ -75,7 +75,7 @@ where
     A: Responder<CacheError, Response<R>, S::Error, Response = Response<CachedBody<R>>, Error = S::Error>,
 {
     #[expect(clippy::manual_async_fn, reason = "an `async fn` holds what it is given twice")]
-    pub(super) fn respond(self) -> impl Future<Output = Handed<R, S::Error>> {
+    pub(super) fn respond(self) -> impl Future<Output = OwnResponse<R, S::Error>> {
         async move {
             if self.shared.settings.uncached.has(&self.read.uri) {
                 return Box::pin(self.pass(CacheStatus::Miss)).await;
@@ -98,7 +98,7 @@ where
         self,
         mut place: Place,
         mut looked: Result<Lookup<Stored>, StoreError>,
-    ) -> Handed<R, S::Error> {
+    ) -> OwnResponse<R, S::Error> {
         for _ in 0..2 {
             match self.step(&place, looked).await {
                 Step::Done(response) => return response,
@@ -144,7 +144,7 @@ where
             return Step::Pass(status);
         }
         match self.load(place, before, false) {
-            Ok((load, handed)) => self.wait(place, load, handed, candidate, status).await,
+            Ok((load, own_response)) => self.wait(place, load, own_response, candidate, status).await,
             Err(error) => self.fail(error, candidate),
         }
     }
@@ -186,19 +186,19 @@ where
         place: &Place,
         before: Observed,
         is_background: bool,
-    ) -> Result<(LoadWaiter<Stored>, oneshot::Receiver<Handed<R, S::Error>>), CacheError> {
+    ) -> Result<(LoadWaiter<Stored>, oneshot::Receiver<OwnResponse<R, S::Error>>), CacheError> {
         // From here on the request may wait: for another request, or for another process.
         self.seat.give_back();
-        let (hand, handed) = oneshot::channel();
+        let (response_sender, own_response) = oneshot::channel();
         let origin = Origin {
             seat: self.seat.share(),
             place: place.clone(),
-            hand,
+            response_sender,
             settings: Arc::clone(&self.shared.settings),
             cache: Arc::downgrade(&self.shared.cache),
         };
-        let load = self.shared.cache.load_unless_loading(place.key(), before, is_background, || origin.load())?;
-        Ok((load, handed))
+        let load = self.shared.cache.join_or_load(place.key(), before, is_background, || origin.load())?;
+        Ok((load, own_response))
     }
 
     /// Waits for the response to this request, or for that of another one.
@@ -206,13 +206,13 @@ where
         &self,
         place: &Place,
         load: LoadWaiter<Stored>,
-        handed: oneshot::Receiver<Handed<R, S::Error>>,
+        own_response: oneshot::Receiver<OwnResponse<R, S::Error>>,
         candidate: Option<Candidate>,
         status: CacheStatus,
     ) -> Step<R, S::Error> {
         // Fails if the load did not send this request, or if the inner service timed out or panicked.
-        if let Ok(handed) = handed.await {
-            return self.finish(load, handed, candidate, status).await;
+        if let Ok(own_response) = own_response.await {
+            return self.finish(load, own_response, candidate, status).await;
         }
         match load.outcome().await {
             Ok(Some(stored)) => match &*stored {
@@ -232,11 +232,11 @@ where
     async fn finish(
         &self,
         load: LoadWaiter<Stored>,
-        handed: Handed<R, S::Error>,
+        own_response: OwnResponse<R, S::Error>,
         candidate: Option<Candidate>,
         status: CacheStatus,
     ) -> Step<R, S::Error> {
-        let mut response = match (handed, candidate) {
+        let mut response = match (own_response, candidate) {
             (Ok(response), candidate) => {
                 let has_failed = is_failure(response.status());
                 match candidate.filter(|_| has_failed) {
@@ -247,12 +247,12 @@ where
             (Err(_), Some(candidate)) => return Step::Done(Ok(self.hit(&candidate))),
             (Err(error), None) => {
                 self.shared.cache.count(Served::Failed);
-                return Step::Done(Err(self.shared.answer.error(error)));
+                return Step::Done(Err(self.shared.responder.error(error)));
             }
         };
         self.shared.cache.count(Served::Loaded);
         status.write(response.headers_mut());
-        if self.read.conditions.are_met_by(response.status(), response.headers()) {
+        if self.read.conditions.is_not_modified(response.status(), response.headers()) {
             let (parts, body) = response.into_parts();
             drop(body);
             // The client needs no body, but the load needs a caller.
@@ -268,17 +268,17 @@ where
             Some(candidate) => Step::Done(Ok(self.hit(&candidate))),
             None => {
                 self.shared.cache.count(Served::Failed);
-                Step::Done(self.shared.answer.reject(error))
+                Step::Done(self.shared.responder.reject(error))
             }
         }
     }
 
     /// Calls the inner service for this request alone.
-    async fn pass(self, status: CacheStatus) -> Handed<R, S::Error> {
-        let answer = &self.shared.answer;
-        let Some(seated) = self.seat.take() else { return answer.reject(CacheError::Panicked) };
-        let response = seated.call().await.map_err(|error| answer.error(error))?;
-        let mut response = answer.response(response);
+    async fn pass(self, status: CacheStatus) -> OwnResponse<R, S::Error> {
+        let responder = &self.shared.responder;
+        let Some(seated) = self.seat.take() else { return responder.reject(CacheError::Panicked) };
+        let response = seated.call().await.map_err(|error| responder.error(error))?;
+        let mut response = responder.response(response);
         status.write(response.headers_mut());
         Ok(response)
     }
@@ -302,7 +302,7 @@ where
         *response.headers_mut() = recorded.headers.clone();
         write_age(stored.times.initial_age.saturating_add(age), response.headers_mut());
         status.write(response.headers_mut());
-        if self.read.conditions.are_met_by(recorded.status, &recorded.headers) {
+        if self.read.conditions.is_not_modified(recorded.status, &recorded.headers) {
             return not_modified(response);
         }
         if !self.read.is_head {
@@ -346,7 +346,7 @@ mod tests {
         let inner = service_fn(async |_: Request<axum::body::Body>| {
             Ok::<_, Infallible>(Response::new(axum::body::Body::empty()))
         });
-        let future = Reader { shared: Arc::clone(&shared), seat: Seat::new(inner, request), read }.respond();
+        let future = Reader { shared: Arc::clone(&shared), seat: SharedRequest::new(inner, request), read }.respond();
         assert!(size_of_val(&future) <= 1_032, "{} bytes", size_of_val(&future));
     }
 }

@@ -11,7 +11,7 @@ use tower_service::Service;
 use super::body::CachedBody;
 use super::future::ResponseFuture;
 use super::layer::CacheLayer;
-use super::origin::{Handed, Seat, forget};
+use super::origin::{OwnResponse, SharedRequest, forget};
 use super::request::Plan;
 use super::serve::Reader;
 use super::settings::Shared;
@@ -87,7 +87,7 @@ where
             Plan::Bypass => ResponseFuture::passed(self.inner.call(request), shared),
             Plan::Change(keys) => ResponseFuture::boxed(change(take_ready(&mut self.inner), request, keys, shared)),
             Plan::Read(read) => {
-                let seat = Seat::new(take_ready(&mut self.inner), request);
+                let seat = SharedRequest::new(take_ready(&mut self.inner), request);
                 ResponseFuture::boxed(Reader { shared, seat, read }.respond())
             }
         }
@@ -100,18 +100,18 @@ async fn change<S, B, K, A, R>(
     request: Request<B>,
     keys: Vec<Key>,
     shared: Arc<Shared<K, A>>,
-) -> Handed<R, S::Error>
+) -> OwnResponse<R, S::Error>
 where
     S: Service<Request<B>, Response = Response<R>>,
     A: Responder<CacheError, Response<R>, S::Error, Response = Response<CachedBody<R>>, Error = S::Error>,
 {
-    let answer = &shared.answer;
-    let response = inner.call(request).await.map_err(|error| answer.error(error))?;
+    let responder = &shared.responder;
+    let response = inner.call(request).await.map_err(|error| responder.error(error))?;
     if response.status().is_success() || response.status().is_redirection() {
         keys.iter().for_each(|key| shared.settings.uncached.remove(key));
         join_all(keys.into_iter().map(|key| forget(&shared.cache, key))).await;
     }
-    let mut response = answer.response(response);
+    let mut response = responder.response(response);
     CacheStatus::Method.write(response.headers_mut());
     Ok(response)
 }

@@ -23,5 +23,5 @@ pub(super) struct Shared<K, A> {
     pub(super) cache: Arc<Cache<Stored, StoredCodec>>,
     pub(super) settings: Arc<Settings>,
     pub(super) principal: Arc<K>,
-    pub(super) answer: A,
+    pub(super) responder: A,
 }

@@ -60,8 +60,10 @@ where
         match self.project().state.project() {
             StateProj::Passed { future, shared } => {
                 let response = ready!(future.poll(cx));
-                let answer = &shared.answer;
-                Poll::Ready(response.map(|response| answer.response(response)).map_err(|error| answer.error(error)))
+                let responder = &shared.responder;
+                Poll::Ready(
+                    response.map(|response| responder.response(response)).map_err(|error| responder.error(error)),
+                )
             }
             StateProj::DetachableFuture { guarded } => guarded.poll(cx),
             StateProj::Rejected { answer } => {

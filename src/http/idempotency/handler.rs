@@ -34,12 +34,12 @@ use crate::store::token::Token;
 /// The header field of replayed responses.
 const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
 /// The maximum `Retry-After` of a request in flight, however long the lease may last: most handlers end much sooner.
-const LONGEST_WAIT: Duration = Duration::from_secs(5);
+const MAX_RETRY_AFTER_IN_FLIGHT: Duration = Duration::from_secs(5);
 
 /// The bounds of `Retry-After` for a caller with too many records. At most an hour, because records may end sooner than the store
 /// knows.
-const SHORTEST_RETRY: Duration = Duration::from_secs(1);
-const LONGEST_RETRY: Duration = Duration::from_secs(3_600);
+const MIN_RETRY_AFTER: Duration = Duration::from_secs(1);
+const MAX_RETRY_AFTER: Duration = Duration::from_secs(3_600);
 
 /// Begins the operation, and executes, replays or rejects the request.
 ///
@@ -133,9 +133,9 @@ where
             }
             Ok((ClaimResult::NotGranted(begun), context)) => {
                 settings.answered();
-                Box::pin(replay_or_reject(ready, Ok((begun, context)), admitted, settings, &shared.answer)).await
+                Box::pin(replay_or_reject(ready, Ok((begun, context)), admitted, settings, &shared.responder)).await
             }
-            Err(error) => Box::pin(replay_or_reject(ready, Err(error), admitted, settings, &shared.answer)).await,
+            Err(error) => Box::pin(replay_or_reject(ready, Err(error), admitted, settings, &shared.responder)).await,
         }
     }
 }
@@ -144,8 +144,8 @@ pin_project! {
     /// Runs the handler, and returns its response once the record is stored.
     ///
     /// Hand-written, because an `async` block stores a captured future twice, and this future is allocated for each request.
-    #[project = ServeProj]
-    #[project_replace = ServeDone]
+    #[project = RunHandlerProj]
+    #[project_replace = RunHandlerReplaced]
     enum RunHandler<F, R, E, K, A> {
         // The handler is running. It is `None` if it was not started.
         Handling { #[pin] handler: Option<F>, execution: Execution, shared: Arc<Shared<K, A>> },
@@ -174,37 +174,38 @@ where
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let result = match self.as_mut().project() {
-            ServeProj::Handling { handler, execution, .. } => match handler.as_pin_mut() {
+            RunHandlerProj::Handling { handler, execution, .. } => match handler.as_pin_mut() {
                 Some(handler) => ready!(execution.poll_under_lease(handler, cx)),
                 None => None,
             },
-            ServeProj::Settling { settled } => return settled.as_mut().poll(cx),
-            ServeProj::Done => None,
+            RunHandlerProj::Settling { settled } => return settled.as_mut().poll(cx),
+            RunHandlerProj::Done => None,
         };
         let has_started = matches!(&*self, Self::Handling { handler: Some(_), .. });
         // Drops the handler first.
-        let ServeDone::Handling { mut execution, shared, .. } = self.as_mut().project_replace(Self::Done) else {
+        let RunHandlerReplaced::Handling { mut execution, shared, .. } = self.as_mut().project_replace(Self::Done)
+        else {
             panic!("ResponseFuture polled after completion")
         };
-        let Shared { settings, answer, .. } = &*shared;
+        let Shared { settings, responder, .. } = &*shared;
         let handler_outcome = execution.run_work(|| HandlerOutcome::of(settings, &execution, result));
         if has_started && !matches!(handler_outcome, HandlerOutcome::Streaming(_)) {
             execution.record_handler_time(settings);
         }
         let (outcome, response) = match handler_outcome {
-            HandlerOutcome::Complete(outcome, response) => (outcome, response.map_err(|error| answer.error(error))),
+            HandlerOutcome::Complete(outcome, response) => (outcome, response.map_err(|error| responder.error(error))),
             HandlerOutcome::Streaming(start) => {
                 return Poll::Ready(Ok(start.stream_rest(execution, Arc::clone(settings))));
             }
             HandlerOutcome::Aborted => {
-                return Poll::Ready(reject_aborted(settings, answer, execution.abort(settings), has_started));
+                return Poll::Ready(reject_aborted(settings, responder, execution.abort(settings), has_started));
             }
         };
         if execution.must_compare_rest(&outcome) {
             let settled = Box::pin(async move {
-                let Shared { settings, answer, .. } = &*shared;
+                let Shared { settings, responder, .. } = &*shared;
                 let Some(outcome) = execution.compare_rest(outcome, settings).await else {
-                    return reject_aborted(settings, answer, execution.abort(settings), true);
+                    return reject_aborted(settings, responder, execution.abort(settings), true);
                 };
                 let (running, settling) = execution.settle(outcome, settings);
                 if let Some(settling) = settling {
@@ -231,14 +232,14 @@ where
 /// Rejects the request after its handler was dropped or the response was discarded. An outer layer reads the outcome from the marker.
 fn reject_aborted<A, B, R, E>(
     settings: &Settings,
-    answer: &A,
+    responder: &A,
     (rejection, outcome): (Rejection, AbortOutcome),
     has_started: bool,
 ) -> Result<Response<B>, E>
 where
     A: Responder<Rejection, Response<R>, E, Response = Response<B>, Error = E>,
 {
-    let mut rejected = settings.reject(answer, rejection);
+    let mut rejected = settings.reject(responder, rejection);
     if has_started && let Ok(response) = &mut rejected {
         let abort_marker = AbortMarker::around(None);
         abort_marker.set(outcome);
@@ -310,7 +311,7 @@ async fn replay_or_reject<S, A, B, R>(
     begun: Result<(Begun, Arc<OperationContext<RunningFingerprint>>), StoreError>,
     admitted: AdmittedRequest<B>,
     settings: &Settings,
-    answer: &A,
+    responder: &A,
 ) -> Answer<R, S::Error>
 where
     S: Service<Request<FingerprintedBody<B>>, Response = Response<R>>,
@@ -323,14 +324,14 @@ where
             // A replay needs no reserved service.
             drop(ready);
             let recorded = recorded(settings, begun, request, context.body()).await;
-            recorded.map(replay).or_else(|rejection| settings.reject(answer, rejection))
+            recorded.map(replay).or_else(|rejection| settings.reject(responder, rejection))
         }
         Err(error) if settings.passes(&error) => {
             settings.coordinator.metrics().decided(Verdict::FailedOpen);
             let response = ready.call(request.map(FingerprintedBody::passed)).await;
-            response.map(|response| answer.response(response)).map_err(|error| answer.error(error))
+            response.map(|response| responder.response(response)).map_err(|error| responder.error(error))
         }
-        Err(error) => settings.reject(answer, Rejection::Store(error)),
+        Err(error) => settings.reject(responder, Rejection::Store(error)),
     }
 }
 
@@ -345,7 +346,7 @@ where
     B: Body<Data = Bytes>,
 {
     let (recorded, body_fingerprint) = match begun {
-        Begun::Completed { body_fingerprint, answer, is_kept } => match Recorded::read(Bytes::from_owner(answer)) {
+        Begun::Completed { body_fingerprint, response, is_kept } => match Recorded::read(Bytes::from_owner(response)) {
             Some(recorded) if is_kept => (Ok(recorded), body_fingerprint),
             Some(recorded) => (Err(Rejection::NotStored { status: recorded.status.as_u16() }), body_fingerprint),
             None => {
@@ -354,11 +355,11 @@ where
             }
         },
         Begun::InFlight { remaining, body_fingerprint } => {
-            let retry_after = remaining.min(LONGEST_WAIT);
+            let retry_after = remaining.min(MAX_RETRY_AFTER_IN_FLIGHT);
             (Err(Rejection::InFlight { retry_after }), body_fingerprint)
         }
         Begun::ScopeFull { retry_after } => {
-            let (bound, retry_after) = (ScopeBound::Records, retry_after.clamp(SHORTEST_RETRY, LONGEST_RETRY));
+            let (bound, retry_after) = (ScopeBound::Records, retry_after.clamp(MIN_RETRY_AFTER, MAX_RETRY_AFTER));
             (Err(Rejection::ScopeFull { bound, retry_after }), BodyFingerprint::default())
         }
         Begun::Unknown { attempt, body_fingerprint } => (Err(Rejection::OutcomeUnknown { attempt }), body_fingerprint),

@@ -41,7 +41,7 @@ use crate::store::circuit::{CircuitBreaker, OutageTracker};
 pub struct IdempotencyLayer<K = Unscoped, A = HttpResponder> {
     settings: Settings,
     scope: Arc<K>,
-    answer: A,
+    responder: A,
 }
 
 /// The missing scope of a new layer, which is not usable yet.
@@ -81,7 +81,7 @@ impl IdempotencyLayer {
             unprotected: Arc::new(OutageTracker::for_store()),
             methods_are_known: Arc::default(),
         };
-        Self { settings, scope: Arc::new(Unscoped), answer: HttpResponder::default() }
+        Self { settings, scope: Arc::new(Unscoped), responder: HttpResponder::default() }
     }
 }
 
@@ -118,17 +118,17 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// # }
     /// ```
     pub fn scope<K2>(self, scope: K2) -> IdempotencyLayer<K2, A> {
-        let Self { settings, scope: _, answer } = self;
-        IdempotencyLayer { settings, scope: Arc::new(scope), answer }
+        let Self { settings, scope: _, responder } = self;
+        IdempotencyLayer { settings, scope: Arc::new(scope), responder }
     }
 
     /// Creates the responses to rejected requests. Defaults to [`HttpResponder`]. For gRPC use `GrpcResponder` of the module
     /// `tollgate::grpc`. A responder of your own implements [`Responder`](crate::responder::Responder) with responses that have an
     /// [`IdempotentBody`](crate::http::IdempotentBody), which you can create from `Bytes`. It may pass other rejections on to
     /// `HttpResponder`.
-    pub fn responder<A2>(self, answer: A2) -> IdempotencyLayer<K, A2> {
-        let Self { settings, scope, answer: _ } = self;
-        IdempotencyLayer { settings, scope, answer }
+    pub fn responder<A2>(self, responder: A2) -> IdempotencyLayer<K, A2> {
+        let Self { settings, scope, responder: _ } = self;
+        IdempotencyLayer { settings, scope, responder }
     }
 
     fn with(mut self, change: impl FnOnce(&mut Settings)) -> Self {
@@ -365,7 +365,7 @@ impl<K, A> IdempotencyLayer<K, A> {
     }
 
     pub(super) fn into_parts(self) -> (Settings, Arc<K>, A) {
-        (self.settings, self.scope, self.answer)
+        (self.settings, self.scope, self.responder)
     }
 }
 
@@ -380,7 +380,7 @@ impl<S, K, A: Clone> Layer<S> for IdempotencyLayer<K, A> {
 // Hand-written, because `derive` would require `K: Clone`.
 impl<K, A: Clone> Clone for IdempotencyLayer<K, A> {
     fn clone(&self) -> Self {
-        Self { settings: self.settings.clone(), scope: Arc::clone(&self.scope), answer: self.answer.clone() }
+        Self { settings: self.settings.clone(), scope: Arc::clone(&self.scope), responder: self.responder.clone() }
     }
 }
 

@@ -92,14 +92,14 @@ impl Recorder {
         let trailers = if self.trailers.is_empty() { NO_HEADERS.as_slice() } else { &self.trailers };
         let len = self.len - self.trailers.len() + trailers.len();
         // Allocated once.
-        let mut answer: Arc<[u8]> = std::iter::repeat_n(0, len).collect();
-        let mut rest = Arc::get_mut(&mut answer).expect("the new Arc has one owner");
+        let mut response: Arc<[u8]> = std::iter::repeat_n(0, len).collect();
+        let mut rest = Arc::get_mut(&mut response).expect("the new Arc has one owner");
         for part in [&*self.head, trailers].into_iter().chain(body.map(|chunk| &**chunk)) {
             let (to, after) = rest.split_at_mut(part.len());
             to.copy_from_slice(part);
             rest = after;
         }
-        (answer, true)
+        (response, true)
     }
 }
 
@@ -301,9 +301,9 @@ mod tests {
             let (headers, trailers) = if in_trailers { (HeaderMap::new(), many) } else { (many, HeaderMap::new()) };
             let mut response = Response::new("body");
             *response.headers_mut() = headers.clone();
-            let answer = StoredResponse::with_trailers(response, &trailers);
-            assert_eq!(answer.is_kept(), is_whole, "{len} {in_trailers}");
-            let recorded = Recorded::read(Bytes::from_owner(Arc::clone(answer.bytes()))).unwrap();
+            let response = StoredResponse::with_trailers(response, &trailers);
+            assert_eq!(response.is_kept(), is_whole, "{len} {in_trailers}");
+            let recorded = Recorded::read(Bytes::from_owner(Arc::clone(response.bytes()))).unwrap();
             let (headers, body) = if is_whole { (headers, "body") } else { (HeaderMap::new(), "") };
             assert!(recorded.headers == headers && recorded.body == body, "{len} {in_trailers}");
             assert_eq!(recorded.trailers.len(), if is_whole { trailers.len() } else { 0 });

@@ -35,8 +35,8 @@ pub struct Idempotency<S, K, A = HttpResponder> {
 impl<S, K, A> Idempotency<S, K, A> {
     /// Wraps `inner` without a layer stack.
     pub fn new(inner: S, layer: IdempotencyLayer<K, A>) -> Self {
-        let (settings, scope, answer) = layer.into_parts();
-        Self { inner, shared: Arc::new(Shared { settings: Arc::new(settings), scope, answer }) }
+        let (settings, scope, responder) = layer.into_parts();
+        Self { inner, shared: Arc::new(Shared { settings: Arc::new(settings), scope, responder }) }
     }
 
     /// The inner service.
@@ -79,7 +79,7 @@ where
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
         let shared = Arc::clone(&self.shared);
-        let Shared { settings, scope, answer } = &*shared;
+        let Shared { settings, scope, responder } = &*shared;
         if !settings.methods.contains(request.method()) {
             settings.passed(&request);
             return ResponseFuture::passed_through(self.inner.call(request.map(FingerprintedBody::passed)), shared);
@@ -93,7 +93,7 @@ where
             Ok(Some((key, Ok(())))) => match scope.extract_key(&request).filter(|scope| !scope.is_empty()) {
                 Some(scope) => {
                     let operation = Operation::new(of_route(scope, &request), key);
-                    if is_being_done(&operation, &request) {
+                    if is_executed_by_outer_layer(&operation, &request) {
                         let passed = self.inner.call(request.map(FingerprintedBody::passed));
                         return ResponseFuture::passed_through(passed, shared);
                     }
@@ -115,7 +115,7 @@ where
             Err(invalid) => Rejection::InvalidKey(invalid),
         };
         drop(take_ready(&mut self.inner));
-        ResponseFuture::rejected(settings.reject(answer, rejection))
+        ResponseFuture::rejected(settings.reject(responder, rejection))
     }
 }
 
@@ -126,7 +126,7 @@ fn of_route<B>(scope: Key, request: &Request<B>) -> Key {
 
 /// Whether an outer layer executes this operation already. Without this check, this layer would find the record of the outer layer in
 /// flight, and reject the request.
-fn is_being_done<B>(operation: &Operation, request: &Request<B>) -> bool {
+fn is_executed_by_outer_layer<B>(operation: &Operation, request: &Request<B>) -> bool {
     request.extensions().get::<IdempotencyHandle>().is_some_and(|handle| handle.operation() == operation)
 }
 

@@ -56,7 +56,7 @@ pub(super) struct Settings {
 pub(super) struct Shared<K, A> {
     pub(super) settings: Arc<Settings>,
     pub(super) scope: Arc<K>,
-    pub(super) answer: A,
+    pub(super) responder: A,
 }
 
 impl Settings {
@@ -116,11 +116,11 @@ impl Settings {
     /// Rejects a request, and counts it.
     pub(super) fn reject<A: Responder<Rejection, Res, E>, Res, E>(
         &self,
-        answer: &A,
+        responder: &A,
         rejection: Rejection,
     ) -> Result<A::Response, A::Error> {
         self.coordinator.metrics().decided(Verdict::of(&rejection));
-        answer.reject(rejection)
+        responder.reject(rejection)
     }
 
     pub(super) fn describe<K>(&self, f: &mut fmt::Formatter<'_>, name: &str) -> fmt::Result {

@@ -28,7 +28,7 @@ pub(super) struct CompleteResponse {
     pub(super) status: StatusCode,
     pub(super) is_success: bool,
     /// The stored form.
-    pub(super) answer: Arc<[u8]>,
+    pub(super) response: Arc<[u8]>,
     /// Whether all of it is stored, or only its status.
     pub(super) is_kept: bool,
 }
@@ -54,9 +54,9 @@ impl Outcome {
         let releases_failures = settings.policy.releases_failures();
         let settlement = match self {
             Self::Completed(response) if response.is_storable(fingerprint) => {
-                let CompleteResponse { status, answer, is_kept, .. } = response;
+                let CompleteResponse { status, response, is_kept, .. } = response;
                 let (body_fingerprint, retention) = (fingerprint.body_fingerprint(), settings.retention);
-                let completion = Completion { response: answer, is_kept, body_fingerprint, retention };
+                let completion = Completion { response, is_kept, body_fingerprint, retention };
                 Settlement::Complete { completion, mark: mark(status) }
             }
             Self::Released => Settlement::Release,

@@ -374,8 +374,8 @@ where
             Class::Unknown => Outcome::Unknown,
             Class::Release => Outcome::Released,
             Class::Store { is_success } => {
-                let (answer, is_kept) = self.recorder.finish(chunks, is_whole);
-                Outcome::Completed(CompleteResponse { status: self.classifier.status(), is_success, answer, is_kept })
+                let (response, is_kept) = self.recorder.finish(chunks, is_whole);
+                Outcome::Completed(CompleteResponse { status: self.classifier.status(), is_success, response, is_kept })
             }
         }
     }
@@ -421,7 +421,7 @@ mod tests {
 
     fn stored(outcome: Outcome) -> (Recorded, bool) {
         let Outcome::Completed(response) = outcome else { panic!("the response is not stored") };
-        (Recorded::read(Bytes::from_owner(response.answer)).unwrap(), response.is_kept)
+        (Recorded::read(Bytes::from_owner(response.response)).unwrap(), response.is_kept)
     }
 
     #[test]

@@ -11,11 +11,11 @@ const LOOKED_AT: usize = 8;
 #[derive(Debug)]
 pub(super) struct FenceTable {
     capacity: usize,
-    seen: Mutex<Entry>,
+    seen: Mutex<TableState>,
 }
 
 #[derive(Debug, Default)]
-struct Entry {
+struct TableState {
     largest: IndexMap<Key, u64>,
     // The largest forgotten fence.
     forgotten: u64,
@@ -29,7 +29,7 @@ impl FenceTable {
     }
 
     /// No code panics while it holds the lock, so a poisoned lock is intact.
-    fn seen(&self) -> MutexGuard<'_, Entry> {
+    fn seen(&self) -> MutexGuard<'_, TableState> {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -55,7 +55,7 @@ impl FenceTable {
     }
 }
 
-impl Entry {
+impl TableState {
     /// Forgets the smallest fence of a few keys: old fences are least likely to return.
     fn forget_one(&mut self) {
         let len = self.largest.len();

@@ -11,7 +11,7 @@ pub enum Rejection {
     /// A request with a larger fence came before.
     Stale(StaleFence),
     /// The request has no key.
-    Missing(MissingKey),
+    MissingKey(MissingKey),
     /// The request has no fence that a store can grant.
     MissingFence(MissingFence),
 }
@@ -20,7 +20,7 @@ impl fmt::Display for Rejection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Stale(error) => fmt::Display::fmt(error, f),
-            Self::Missing(error) => fmt::Display::fmt(error, f),
+            Self::MissingKey(error) => fmt::Display::fmt(error, f),
             Self::MissingFence(error) => fmt::Display::fmt(error, f),
         }
     }
@@ -31,7 +31,7 @@ impl From<Rejection> for BoxError {
     fn from(rejection: Rejection) -> Self {
         match rejection {
             Rejection::Stale(error) => error.into(),
-            Rejection::Missing(error) => error.into(),
+            Rejection::MissingKey(error) => error.into(),
             Rejection::MissingFence(error) => error.into(),
         }
     }

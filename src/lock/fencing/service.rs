@@ -14,7 +14,7 @@ use crate::lock::MissingKey;
 use crate::responder::{HttpResponder, Responder};
 
 /// Fences are microseconds of a clock, and stay below this.
-const NO_FENCE: u64 = 1 << 53;
+const FENCE_LIMIT: u64 = 1 << 53;
 
 /// A service that refuses small fences. See the [module docs](super) for examples.
 ///
@@ -57,9 +57,9 @@ impl<S, K, F, A> Fence<S, K, F, A> {
     {
         let (key, fence) = &*self.shared;
         let key = key.extract_key(request).filter(|key| !key.is_empty());
-        let key = key.ok_or(Rejection::Missing(MissingKey))?;
+        let key = key.ok_or(Rejection::MissingKey(MissingKey))?;
         // No store grants such a fence, and it would shut out all later requests.
-        let fence = fence(request).filter(|fence| *fence < NO_FENCE);
+        let fence = fence(request).filter(|fence| *fence < FENCE_LIMIT);
         let fence = fence.ok_or(Rejection::MissingFence(MissingFence))?;
         self.fences.admit(key, fence).map_err(|largest| Rejection::Stale(StaleFence::new(fence, largest)))
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::{Front, LocalQueue, ReleaseTarget};
+use super::{LeaderState, LocalQueue, ReleaseTarget};
 use crate::lock::delivery::{Delivery, Expired, Polled};
 
 const CALLERS: usize = 3;
@@ -353,9 +353,9 @@ impl World {
                 assert_eq!(len, queued, "{self:#?}");
                 let has_it = |lease: &Lease| leases.contains(lease) && self.stored == Some(*lease);
                 let is_right = match front {
-                    Front::Acquiring => leaders == 1 && !self.releasing,
-                    Front::Held(lease) => leaders == 0 && has_it(lease) && !self.releasing,
-                    Front::Releasing => leaders == 0 && self.releasing,
+                    LeaderState::Acquiring => leaders == 1 && !self.releasing,
+                    LeaderState::Held(lease) => leaders == 0 && has_it(lease) && !self.releasing,
+                    LeaderState::Releasing => leaders == 0 && self.releasing,
                 };
                 assert!(is_right, "the front is not what the callers do: {self:#?}");
             }

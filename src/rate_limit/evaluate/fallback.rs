@@ -16,7 +16,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         cost: u64,
         error: StoreError,
     ) -> Result<(), Rejection> {
-        let fallback = self.without_store();
+        let fallback = self.effective_fallback();
         if fallback == RateLimitFallback::Local {
             for descriptor in descriptors.iter_mut().filter(|descriptor| self.is_unresolved(descriptor)) {
                 descriptor.policy = Some(self.policy.clone());

@@ -7,7 +7,7 @@ use crate::key::Key;
 use crate::rate_limit::descriptor::Descriptor;
 use crate::rate_limit::layer_config::LayerConfig;
 use crate::rate_limit::policy::Policy;
-use crate::rate_limit::resolver::{PolicyResolver, Question, Resolved};
+use crate::rate_limit::resolver::{PolicyResolver, Resolved, ResolverCall};
 use crate::store::deadline::{Deadline, require_nonzero_deadline};
 
 impl<B> LayerConfig<B> {
@@ -23,7 +23,7 @@ impl<B> LayerConfig<B> {
                 None => primary.policy(&self.policy).clone(),
             },
         };
-        primary.count_by(policy);
+        primary.set_policy(policy);
         Ok(())
     }
 
@@ -32,7 +32,7 @@ impl<B> LayerConfig<B> {
         &self,
         resolver: &PolicyResolver,
         key: &Key,
-        question: &Question,
+        question: &ResolverCall,
     ) -> Result<Policy, StoreError> {
         self.require_time()?;
         match Deadline::new(resolver.resolve(key, question, self.deadline / 2), self.deadline).await {
@@ -67,7 +67,7 @@ impl<B> LayerConfig<B> {
             // The text of the error itself is about a store.
             let cause =
                 error.source().map_or_else(|| "the resolver did not answer in time".to_owned(), ToString::to_string);
-            let (policy, then) = (self.policy.name(), self.without_store());
+            let (policy, then) = (self.policy.name(), self.effective_fallback());
             tracing::warn!(policy, cause, ?then, old_answer, "rate limit resolver fails");
         }
     }

@@ -40,7 +40,7 @@ const MAX_IN_FLIGHT: usize = 64;
 pub(crate) struct Batcher<W> {
     config: BatchConfig,
     in_flight: Arc<AtomicUsize>,
-    rtt: Arc<LastBatch>,
+    last_batch: Arc<LastBatch>,
     queue: mpsc::Sender<W>,
     threshold: Arc<Threshold>,
     deferred: DeferredWork,
@@ -106,7 +106,7 @@ impl<W: Send + 'static> Batcher<W> {
     {
         let (queue, queued) = mpsc::channel(MAX_QUEUED);
         let in_flight: Arc<AtomicUsize> = Arc::default();
-        let rtt = Arc::new(LastBatch {
+        let last_batch = Arc::new(LastBatch {
             epoch: Instant::now(),
             last_return: AtomicU64::new(0),
             round_trip: AtomicU64::new(0),
@@ -114,17 +114,17 @@ impl<W: Send + 'static> Batcher<W> {
         let deferred = DeferredWork::new();
         let threshold = Arc::new(Threshold { count: AtomicUsize::new(config.max_batch), reached: Notify::new() });
         let send = {
-            let (in_flight, rtt, deferred) = (Arc::clone(&in_flight), Arc::clone(&rtt), deferred.clone());
+            let (in_flight, last_batch, deferred) = (Arc::clone(&in_flight), Arc::clone(&last_batch), deferred.clone());
             move |batch: Vec<W>| {
                 // A pause after the return follows only a batch of several calls.
-                let rtt = (batch.len() > 1).then(|| Arc::clone(&rtt));
+                let last_batch = (batch.len() > 1).then(|| Arc::clone(&last_batch));
                 let permit = InFlightGuard::new(&in_flight, config.max_unbatched).0;
                 let (sent, deferred) = (Instant::now(), deferred.clone());
                 let call = send(batch, deferred.clone());
                 async move {
                     let replied_at = call.await;
-                    if let Some(rtt) = rtt {
-                        rtt.record_return(sent, replied_at);
+                    if let Some(last_batch) = last_batch {
+                        last_batch.record_return(sent, replied_at);
                     }
                     drop(permit);
                     deferred.run_late();
@@ -133,22 +133,29 @@ impl<W: Send + 'static> Batcher<W> {
         };
         let send = Arc::new(send);
         let make_task = {
-            let (threshold, rtt, deferred) = (Arc::clone(&threshold), Arc::clone(&rtt), deferred.clone());
+            let (threshold, last_batch, deferred) = (Arc::clone(&threshold), Arc::clone(&last_batch), deferred.clone());
             move |queued| -> Task {
                 let send = Arc::clone(&send);
                 let send = move |batch| send(batch);
-                Box::pin(send_batches(queued, config, Arc::clone(&threshold), Arc::clone(&rtt), deferred.clone(), send))
+                Box::pin(send_batches(
+                    queued,
+                    config,
+                    Arc::clone(&threshold),
+                    Arc::clone(&last_batch),
+                    deferred.clone(),
+                    send,
+                ))
             }
         };
         let task = runtime.spawn(make_task(queued));
         let (successor, make_task) = (Mutex::default(), Box::new(make_task));
-        Self { config, in_flight, rtt, queue, threshold, deferred, task, successor, make_task }
+        Self { config, in_flight, last_batch, queue, threshold, deferred, task, successor, make_task }
     }
 
     /// A permit for a direct call, or `None` if the call should be batched.
     pub(crate) fn try_direct(&self) -> Option<InFlightGuard> {
         let (permit, before) = InFlightGuard::new(&self.in_flight, 1);
-        let is_direct = before < self.config.max_unbatched && !self.rtt.returned_within(self.config.linger);
+        let is_direct = before < self.config.max_unbatched && !self.last_batch.returned_within(self.config.linger);
         if is_direct {
             self.deferred.run_late();
         }
@@ -257,7 +264,7 @@ async fn send_batches<W, F>(
     mut queued: mpsc::Receiver<W>,
     config: BatchConfig,
     threshold: Arc<Threshold>,
-    rtt: Arc<LastBatch>,
+    last_batch: Arc<LastBatch>,
     deferred: DeferredWork,
     send: impl Fn(Vec<W>) -> F,
 ) where
@@ -276,7 +283,7 @@ async fn send_batches<W, F>(
     loop {
         threshold.count.store(config.max_batch, Ordering::Relaxed);
         loop {
-            let has_room = calls.len() < MAX_IN_FLIGHT && recent.len() < rtt.window(config.max_full_in_flight);
+            let has_room = calls.len() < MAX_IN_FLIGHT && recent.len() < last_batch.window(config.max_full_in_flight);
             if has_room && (recent.len() < (config.max_partial_in_flight)(callers) || queued.len() >= config.max_batch)
             {
                 break;
@@ -296,7 +303,7 @@ async fn send_batches<W, F>(
             }
         }
         let enough = batch_size(callers);
-        if rtt.returned_within(config.linger) && queued.len() < enough {
+        if last_batch.returned_within(config.linger) && queued.len() < enough {
             // Callers that just got a reply may call again, most of them in time for this batch.
             threshold.count.store(enough, Ordering::Relaxed);
             let mut is_idle = pin!(deferred.when_idle(|| ()));
@@ -517,12 +524,13 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn round_trip_is_measured_by_replies_only() {
-        let rtt = LastBatch { epoch: Instant::now(), last_return: AtomicU64::new(0), round_trip: AtomicU64::new(0) };
+        let last_batch =
+            LastBatch { epoch: Instant::now(), last_return: AtomicU64::new(0), round_trip: AtomicU64::new(0) };
         let sent = Instant::now();
         tokio::time::advance(Duration::from_millis(60)).await;
-        rtt.record_return(sent, None);
-        assert_eq!(rtt.window(2), 2);
-        rtt.record_return(sent, Some(Instant::now()));
-        assert_eq!(rtt.window(2), 12);
+        last_batch.record_return(sent, None);
+        assert_eq!(last_batch.window(2), 2);
+        last_batch.record_return(sent, Some(Instant::now()));
+        assert_eq!(last_batch.window(2), 12);
     }
 }

@@ -57,7 +57,7 @@ impl DeferredWork {
             let _ = done.send(());
         };
         let deferred = Arc::new(Deferred(Mutex::new(Some(Box::new(work)))));
-        let _entry = self.0.list(&deferred);
+        let _entry = self.0.add(&deferred);
         // Registers the closure instead of this task as the waker: the runtime calls it after the other tasks of the thread.
         let _ = pin!(yield_now()).poll(&mut Context::from_waker(&Waker::from(deferred)));
         let _ = is_done.await;
@@ -79,7 +79,7 @@ impl DeferredList {
         self.epoch.elapsed().as_micros() as u64 + 1
     }
 
-    fn list(&self, deferred: &Arc<Deferred>) -> ListEntry<'_> {
+    fn add(&self, deferred: &Arc<Deferred>) -> ListEntry<'_> {
         let mut pending = self.pending();
         pending.push_back(Pending { since: self.now(), deferred: Arc::clone(deferred) });
         self.update_since(&pending);

@@ -112,8 +112,7 @@ pub(crate) fn decision(reply: &[u8], policy: &Policy, cost: u64, charges: bool) 
         reader.integer(1)?;
         blocked_for = reader.integer(INSTANT)?.saturating_sub(now);
     }
-    let mut counts =
-        if is_short { Counts::EncodedLimits { reader, last: now } } else { Counts::read(reader.0, policy, now)? };
+    let mut counts = if is_short { Counts::Packed { reader, last: now } } else { Counts::read(reader.0, policy, now)? };
     let statuses = policy.params().iter().map(|params| match counts.next(params, now) {
         Some(count) => count.status(params, now, asked),
         None => log_statuses.next().unwrap_or(LimitStatus::new(params.capacity, 0, Duration::ZERO, Duration::ZERO)),
@@ -134,7 +133,7 @@ enum Counts<'a> {
     /// Nothing is stored.
     None,
     /// Packed under the same parameters, at the instant `last`.
-    EncodedLimits { reader: Reader<'a>, last: u64 },
+    Packed { reader: Reader<'a>, last: u64 },
     /// Carried over from other parameters.
     CarriedOver(std::vec::IntoIter<Option<Count>>),
 }
@@ -147,7 +146,7 @@ impl<'a> Counts<'a> {
         if let Some(rest) = value.strip_prefix(&*policy.encoded_limits(encode).limits) {
             let mut reader = Reader(rest);
             let last = reader.number()?;
-            return Some(Self::EncodedLimits { reader, last: last.min(now) });
+            return Some(Self::Packed { reader, last: last.min(now) });
         }
         let mut reader = Reader(value);
         if reader.integer(1)? != u64::from(VERSION) {
@@ -156,7 +155,7 @@ impl<'a> Counts<'a> {
         let params =
             policy.params().iter().map(|params| reader.params(params)).collect::<Option<Vec<LimitParams>>>()?;
         let last = reader.number()?;
-        let mut old = Self::EncodedLimits { reader, last: last.min(now) };
+        let mut old = Self::Packed { reader, last: last.min(now) };
         let counts: Vec<Option<Count>> = params.iter().map(|params| old.next(params, now)).collect();
         let carried =
             carry_over(&params, |index| counts.get(index).copied().flatten(), policy.params(), policy.quota_change());
@@ -168,7 +167,7 @@ impl<'a> Counts<'a> {
         let fresh = Count::new(params.algorithm, now);
         match self {
             Self::None => fresh,
-            Self::EncodedLimits { reader, last } => {
+            Self::Packed { reader, last } => {
                 let mut count = reader.count(params.algorithm, now)?;
                 count.advance(params, *last, now);
                 Some(count)

@@ -44,9 +44,9 @@ pub(super) struct Channel {
     pub(super) refused_by: Option<Server>,
     pub(super) listeners: usize,
     pub(super) is_confirmed: watch::Sender<bool>,
-    pub(super) messages: watch::Sender<()>,
+    pub(super) changes: watch::Sender<()>,
     // Only published messages; not possible losses of messages.
-    pub(super) sent: watch::Sender<()>,
+    pub(super) messages: watch::Sender<()>,
     // For waiters in a wait queue, which are notified when it is their turn.
     pub(super) by_token: HashMap<Token, watch::Sender<()>>,
 }
@@ -70,14 +70,14 @@ impl Channel {
             refused_by: None,
             listeners: 0,
             is_confirmed: watch::Sender::new(false),
+            changes: watch::Sender::new(()),
             messages: watch::Sender::new(()),
-            sent: watch::Sender::new(()),
             by_token: HashMap::new(),
         }
     }
 
     fn notify_all(&self) {
-        self.messages.send_replace(());
+        self.changes.send_replace(());
         for sender in self.by_token.values() {
             sender.send_replace(());
         }
@@ -220,7 +220,7 @@ impl Shared {
                 match token {
                     None => {
                         channel.notify_all();
-                        channel.sent.send_replace(());
+                        channel.messages.send_replace(());
                     }
                     Some(token) => {
                         if let Some(sender) = channel.by_token.get(&token) {

@@ -47,27 +47,27 @@ struct Health {
     last_reply: AtomicU64,
     // When the connection was last checked, by the pool's clock.
     last_probe: AtomicU64,
-    pool: Arc<PoolHealth>,
+    pool: Arc<ServerHealth>,
     // With Sentinels: ends when they name another primary.
     term: Option<PrimaryTerm>,
 }
 
 /// What the connections of all pools with one [`ServerState`](super::pool::ServerState) share.
 #[derive(Debug)]
-pub(crate) struct PoolHealth {
+pub(crate) struct ServerHealth {
     epoch: Instant,
     // Since when a connection that was found dead was silent, in µs since `epoch`. Connections without a reply since then may be dead as
     // well, and each of them would cost a call its timeout.
     silent_since: AtomicU64,
 }
 
-impl Default for PoolHealth {
+impl Default for ServerHealth {
     fn default() -> Self {
         Self { epoch: Instant::now(), silent_since: AtomicU64::new(0) }
     }
 }
 
-impl PoolHealth {
+impl ServerHealth {
     fn at(&self, instant: Instant) -> u64 {
         instant.saturating_duration_since(self.epoch).as_micros() as u64
     }
@@ -79,7 +79,7 @@ impl Connection {
         connection: MultiplexedConnection,
         timeout: Duration,
         term: Option<PrimaryTerm>,
-        pool: &Arc<PoolHealth>,
+        pool: &Arc<ServerHealth>,
     ) -> Self {
         Self { connection, timeout, health: Arc::new(Health::new(term, Arc::clone(pool))) }
     }
@@ -173,7 +173,7 @@ impl Connection {
 }
 
 impl Health {
-    fn new(term: Option<PrimaryTerm>, pool: Arc<PoolHealth>) -> Self {
+    fn new(term: Option<PrimaryTerm>, pool: Arc<ServerHealth>) -> Self {
         let opened = Instant::now();
         let [last_reply, last_probe] = [(); 2].map(|()| AtomicU64::new(pool.at(opened)));
         Self {

@@ -12,7 +12,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::connector::Connector;
-use super::handle::{Connection, LATE_AFTER, PoolHealth};
+use super::handle::{Connection, LATE_AFTER, ServerHealth};
 use super::runtime::RuntimeHandle;
 use super::timeout_error::no_connection;
 use crate::backend::redis::error;
@@ -75,7 +75,7 @@ pub(crate) struct ServerState {
     // The last attempt that succeeded: when it began, and how long it took.
     success_sender: watch::Sender<Option<(Instant, Duration)>>,
     backoff: Mutex<Backoff>,
-    health: Arc<PoolHealth>,
+    health: Arc<ServerHealth>,
 }
 
 impl Pool {
@@ -163,7 +163,7 @@ impl Pool {
         asking: bool,
         timeout: Option<Duration>,
     ) -> Result<Value, RedisError> {
-        let mut connection = self.borrow().await.map_err(error::unsent)?;
+        let mut connection = self.borrow().await.map_err(error::not_executed)?;
         let Some(timeout) = timeout else {
             return connection.send(command, asking).await;
         };
@@ -173,7 +173,7 @@ impl Pool {
 
     /// Waits until a connection is available.
     pub(crate) async fn connected(&self) -> Result<(), RedisError> {
-        self.borrow().await.map(drop).map_err(error::unsent)
+        self.borrow().await.map(drop).map_err(error::not_executed)
     }
 
     /// Whether the last attempt to open a connection failed.

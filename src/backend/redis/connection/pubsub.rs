@@ -84,7 +84,7 @@ pub(crate) enum Permission {
 }
 
 /// A connection with subscriptions. Events are delivered by the task that reads from it, so no other task has to wake up in between.
-pub(crate) struct Listener {
+pub(crate) struct SubscriptionConnection {
     connection: MultiplexedConnection,
     state: Arc<ChannelState>,
     // With Sentinels: ends when they name another primary.
@@ -177,7 +177,7 @@ impl Source {
     }
 }
 
-impl Listener {
+impl SubscriptionConnection {
     /// Opens a connection that delivers events until it is dropped.
     pub(crate) async fn open(
         source: &Source,

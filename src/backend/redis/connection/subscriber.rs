@@ -91,12 +91,12 @@ impl Subscriber {
         let channel = state.channels.entry(Arc::clone(&name)).or_insert_with(Channel::new);
         channel.listeners += 1;
         let changes = match interest {
-            Interest::Changes => &channel.messages,
-            Interest::Messages => &channel.sent,
+            Interest::Changes => &channel.changes,
+            Interest::Messages => &channel.messages,
             Interest::Turn(token) => channel.by_token.entry(token).or_insert_with(|| watch::Sender::new(())),
         };
         let (is_confirmed, changes) = (channel.is_confirmed.subscribe(), changes.subscribe());
-        let messages = channel.sent.subscribe();
+        let messages = channel.messages.subscribe();
         if is_new {
             assign(shared, &mut state, &name);
         }
@@ -255,7 +255,7 @@ mod tests {
     use super::*;
     use crate::backend::redis::connection::channels::LINGER;
     use crate::backend::redis::connection::connector::Connector;
-    use crate::backend::redis::connection::pubsub::{Listener as PubSubListener, Permission, Publishers, Server};
+    use crate::backend::redis::connection::pubsub::{Permission, Publishers, Server, SubscriptionConnection};
     use crate::backend::redis::connection::subscriptions::{Subscriptions, sync};
     use crate::backend::redis::differential::server::RedisServer;
 
@@ -270,7 +270,7 @@ mod tests {
         let timeout = Duration::from_secs(10);
         let source =
             Source { servers: Publishers::One(connector), connect_timeout: timeout, response_timeout: timeout };
-        let mut listener = PubSubListener::open(&source, &Server::Only, |_| {}).await.unwrap();
+        let mut listener = SubscriptionConnection::open(&source, &Server::Only, |_| {}).await.unwrap();
         let subscriber = Subscriber::new(source, Arc::new(RuntimeHandle::here()));
         let shared = &subscriber.shared;
         let missing = || shared.state().missing;

@@ -9,7 +9,7 @@ use redis::RedisError;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::channels::Shared;
-use super::pubsub::{Event, Listener, Refusal, Server, SubscribeOutcome};
+use super::pubsub::{Event, Refusal, Server, SubscribeOutcome, SubscriptionConnection};
 use super::timeout_error::no_connection;
 
 /// The pause after a failed attempt to connect. Doubles with each further failure.
@@ -74,7 +74,7 @@ pub(crate) async fn run(shared: Arc<Shared>, server: Server) {
 }
 
 /// Connects to a server, within the timeout.
-async fn open(shared: &Arc<Shared>, server: &Server) -> Result<Listener, RedisError> {
+async fn open(shared: &Arc<Shared>, server: &Server) -> Result<SubscriptionConnection, RedisError> {
     let (weak, from) = (Arc::downgrade(shared), server.clone());
     let on_event = move |event: Event<'_>| {
         if let Some(shared) = weak.upgrade() {
@@ -82,7 +82,7 @@ async fn open(shared: &Arc<Shared>, server: &Server) -> Result<Listener, RedisEr
         }
     };
     let open_timeout = shared.source.open_timeout();
-    let mut opened = pin!(timeout(open_timeout, Listener::open(&shared.source, server, on_event)));
+    let mut opened = pin!(timeout(open_timeout, SubscriptionConnection::open(&shared.source, server, on_event)));
     loop {
         match timeout(MAP_REFRESH_INTERVAL, &mut opened).await {
             Ok(outcome) => return outcome.unwrap_or_else(|_| Err(no_connection(open_timeout))),
@@ -96,7 +96,7 @@ async fn open(shared: &Arc<Shared>, server: &Server) -> Result<Listener, RedisEr
 async fn listen(
     shared: &Shared,
     server: &Server,
-    mut listener: Listener,
+    mut listener: SubscriptionConnection,
     subscriptions: &mut Subscriptions,
 ) -> Result<(), RedisError> {
     shared.resubscribe_all(server);
@@ -125,7 +125,7 @@ async fn listen(
 pub(crate) async fn sync(
     shared: &Shared,
     server: &Server,
-    listener: &mut Listener,
+    listener: &mut SubscriptionConnection,
     subscriptions: &mut Subscriptions,
 ) -> Result<Option<Instant>, RedisError> {
     let (now, reply_timeout) = (Instant::now(), shared.source.reply_timeout());

@@ -49,8 +49,8 @@ impl CacheStore for RedisBackend {
     }
 
     async fn renew(&self, key: &CacheKey, claim: &Claim) -> Result<bool, StoreError> {
-        let Inner { keys, scripts, locks, .. } = &*self.inner;
-        is_done(&scripts.cache_renew(locks.dedicated(), &keys.cache(key), claim).await?)
+        let Inner { keys, scripts, auxiliary, .. } = &*self.inner;
+        is_done(&scripts.cache_renew(auxiliary.dedicated(), &keys.cache(key), claim).await?)
     }
 
     async fn put(&self, key: &CacheKey, token: &Token, entry: &NewEntry) -> Result<bool, StoreError> {
@@ -100,8 +100,8 @@ impl CacheStore for RedisBackend {
     }
 
     async fn watch(&self, key: &CacheKey) -> Notifications {
-        let Inner { keys, locks, .. } = &*self.inner;
-        locks.subscriber().subscribe(keys.cache(key).changed, Interest::Changes).await
+        let Inner { keys, auxiliary, .. } = &*self.inner;
+        auxiliary.subscriber().subscribe(keys.cache(key).changed, Interest::Changes).await
     }
 
     fn reach(&self) -> Reach {

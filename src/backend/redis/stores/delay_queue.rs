@@ -22,8 +22,8 @@ use crate::store::shutdown::ShutdownTarget;
 impl DelayQueueStore for RedisBackend {
     async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
         let pushes = self.inner.pushes.get_or_init(|| {
-            let Inner { servers, keys, scripts, locks, .. } = &*self.inner;
-            PushBatcher::new(Arc::clone(servers), Arc::clone(keys), Arc::clone(scripts), locks.runtime())
+            let Inner { servers, keys, scripts, auxiliary, .. } = &*self.inner;
+            PushBatcher::new(Arc::clone(servers), Arc::clone(keys), Arc::clone(scripts), auxiliary.runtime())
         });
         // Held until the reply arrives.
         let permit = pushes.try_direct();
@@ -53,12 +53,12 @@ impl DelayQueueStore for RedisBackend {
     }
 
     async fn claim(&self, queue: &QueueKey, finished: &[Ack], claim: &Claim) -> Result<Claimed, StoreError> {
-        let Inner { servers, keys, scripts, locks, .. } = &*self.inner;
+        let Inner { servers, keys, scripts, auxiliary, .. } = &*self.inner;
         let keys = keys.delay_queue(queue);
         // A claim has the deadline of its worker. A call that only finishes jobs is retried, preferably over another connection.
         let timeout = match claim.limit {
-            0 => locks.response_timeout(),
-            _ => Claim::call_timeout(claim.lease).max(locks.response_timeout()),
+            0 => auxiliary.response_timeout(),
+            _ => Claim::call_timeout(claim.lease).max(auxiliary.response_timeout()),
         };
         let (mut answers, mut rest) = (Vec::with_capacity(finished.len()), finished);
         loop {
@@ -87,12 +87,12 @@ impl DelayQueueStore for RedisBackend {
         lease: Duration,
     ) -> Result<Vec<Extended>, StoreError> {
         // On the dedicated connections, so that renewals do not wait behind requests.
-        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let Inner { keys, scripts, auxiliary, .. } = &*self.inner;
         let keys = keys.delay_queue(queue);
         let mut extended = Vec::with_capacity(leases.len());
         for leases in leases.chunks(MAX_BATCH) {
             let packed_leases: Vec<_> = leases.iter().map(pack_lease).collect();
-            let reply = scripts.delay_queue_extend(locks.dedicated(), &keys, lease, &packed_leases).await?;
+            let reply = scripts.delay_queue_extend(auxiliary.dedicated(), &keys, lease, &packed_leases).await?;
             for answer in array(&reply, leases.len())? {
                 extended.push(match answer {
                     Value::Int(0) => Extended::Lost,
@@ -106,9 +106,9 @@ impl DelayQueueStore for RedisBackend {
     }
 
     async fn watch(&self, queue: &QueueKey, worker: WorkerId) -> Notifications {
-        let Inner { keys, locks, .. } = &*self.inner;
+        let Inner { keys, auxiliary, .. } = &*self.inner;
         let wake = keys.delay_queue(queue).wake;
-        locks.subscriber().subscribe(format!("{wake}{worker}"), Interest::Changes).await
+        auxiliary.subscriber().subscribe(format!("{wake}{worker}"), Interest::Changes).await
     }
 
     async fn get(&self, queue: &QueueKey, id: &JobId) -> Result<Option<StoredJob>, StoreError> {

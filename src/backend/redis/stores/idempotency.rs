@@ -6,7 +6,7 @@ use redis::Value;
 use super::lock_registry::scan;
 use crate::backend::redis::connection::subscriber::Interest;
 use crate::backend::redis::error::{is_refused_for_now, unexpected_reply};
-use crate::backend::redis::keys::PARTS;
+use crate::backend::redis::keys::PARTITIONS;
 use crate::backend::redis::{Inner, RedisBackend};
 use crate::error::StoreError;
 use crate::idempotency::store::{
@@ -34,10 +34,10 @@ impl IdempotencyStore for RedisBackend {
         claim: &Claim,
         body_fingerprint: &BodyFingerprint,
     ) -> Result<bool, StoreError> {
-        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let Inner { keys, scripts, auxiliary, .. } = &*self.inner;
         is_done(
             &scripts
-                .idempotency_renew(locks.dedicated(), &keys.idempotency(operation), claim, body_fingerprint, None)
+                .idempotency_renew(auxiliary.dedicated(), &keys.idempotency(operation), claim, body_fingerprint, None)
                 .await?,
         )
     }
@@ -68,12 +68,12 @@ impl IdempotencyStore for RedisBackend {
     }
 
     async fn release(&self, operation: &Operation, claim: &Claim) -> Result<bool, StoreError> {
-        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let Inner { keys, scripts, auxiliary, .. } = &*self.inner;
         let (record, channel) = (keys.idempotency(operation), keys.done(operation));
         let (records, max) = self.bound(&record, operation, claim);
         let publish = (self.publish(), &*channel);
         let release = |records, max| {
-            scripts.idempotency_release(locks.dedicated(), [&record, records], &claim.token, max, publish)
+            scripts.idempotency_release(auxiliary.dedicated(), [&record, records], &claim.token, max, publish)
         };
         let reply = match release(&records, max).await {
             // While the slot moves, a node may have only one of the keys. The record matters; the count corrects itself at the
@@ -85,8 +85,8 @@ impl IdempotencyStore for RedisBackend {
     }
 
     async fn watch(&self, operation: &Operation) -> Notifications {
-        let Inner { keys, locks, .. } = &*self.inner;
-        locks.subscriber().subscribe(keys.done(operation), Interest::Changes).await
+        let Inner { keys, auxiliary, .. } = &*self.inner;
+        auxiliary.subscriber().subscribe(keys.done(operation), Interest::Changes).await
     }
 
     fn reach(&self) -> Reach {
@@ -117,29 +117,29 @@ const MOST_COUNTED: u64 = 1 << 53;
 /// The bound of one partition of a cluster. All partitions together admit more than `max`. Keys fall on partitions at random: four standard
 /// deviations of room keep a partition from filling before its caller has `max`.
 fn share(max: u64) -> u64 {
-    let fair = max.div_ceil(PARTS);
+    let fair = max.div_ceil(PARTITIONS);
     fair.saturating_add(4 * fair.isqrt()).saturating_add(1)
 }
 
 impl IdempotencyRegistry for RedisBackend {
     async fn inspect(&self, operation: &Operation) -> Result<Option<OperationStatus>, StoreError> {
-        let Inner { keys, scripts, locks, .. } = &*self.inner;
-        let reply = scripts.idempotency_inspect(locks.dedicated(), &keys.idempotency(operation)).await?;
+        let Inner { keys, scripts, auxiliary, .. } = &*self.inner;
+        let reply = scripts.idempotency_inspect(auxiliary.dedicated(), &keys.idempotency(operation)).await?;
         status(operation, &reply).ok_or_else(|| unexpected_reply(&reply))
     }
 
     async fn forget(&self, status: &OperationStatus) -> Result<bool, StoreError> {
-        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let Inner { keys, scripts, auxiliary, .. } = &*self.inner;
         let OperationStatus { operation, state, fence, .. } = status;
         let (record, channel) = (keys.idempotency(operation), keys.done(operation));
         let (found, publish) = ((number_of(*state), *fence), (self.publish(), &*channel));
-        is_done(&scripts.idempotency_forget(locks.dedicated(), &record, found, publish).await?)
+        is_done(&scripts.idempotency_forget(auxiliary.dedicated(), &record, found, publish).await?)
     }
 
     async fn complete_unknown(
         &self,
         status: &OperationStatus,
-        answer: &StoredResponse,
+        response: &StoredResponse,
         retention: Duration,
     ) -> Result<bool, StoreError> {
         let OperationStatus { operation, state, fence, .. } = status;
@@ -149,13 +149,13 @@ impl IdempotencyRegistry for RedisBackend {
         // Responses are large: not on the connections of renewals.
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let (record, channel) = (keys.idempotency(operation), keys.done(operation));
-        let (found, kept, publish) = ((number_of(*state), *fence), (answer, retention), (self.publish(), &*channel));
+        let (found, kept, publish) = ((number_of(*state), *fence), (response, retention), (self.publish(), &*channel));
         is_done(&scripts.idempotency_complete_unknown(servers, &record, found, kept, publish).await?)
     }
 
     async fn list(&self, scope: Option<&Key>, from: Cursor, max: usize) -> Result<OperationPage, StoreError> {
-        let Inner { keys, locks, .. } = &*self.inner;
-        let (records, next) = scan(locks.dedicated(), from, &keys.operations(scope), max).await?;
+        let Inner { keys, auxiliary, .. } = &*self.inner;
+        let (records, next) = scan(auxiliary.dedicated(), from, &keys.operations(scope), max).await?;
         // `COUNT` is a hint that SCAN exceeds by at most a bucket, so it bounds the concurrent calls.
         let found = records.iter().filter_map(|record| keys.operation_of(record));
         let statuses = try_join_all(found.map(|operation| async move {
@@ -236,9 +236,9 @@ fn begun(reply: &Value) -> Option<Begun> {
         [Value::Int(3), attempt, body] => {
             Begun::Unknown { attempt: number(attempt)?.try_into().ok()?, body_fingerprint: body_fingerprint(body)? }
         }
-        [Value::Int(state @ (4 | 5)), body, Value::BulkString(answer)] => Begun::Completed {
+        [Value::Int(state @ (4 | 5)), body, Value::BulkString(response)] => Begun::Completed {
             body_fingerprint: body_fingerprint(body)?,
-            answer: answer.as_slice().into(),
+            response: response.as_slice().into(),
             is_kept: *state == 4,
         },
         _ => return None,

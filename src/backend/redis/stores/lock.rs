@@ -21,7 +21,7 @@ use crate::store::shutdown::ShutdownTarget;
 impl LockStore for RedisBackend {
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         let is_plain = claim.queueing == Queueing::Bypass && claim.kind == LockKind::Exclusive;
-        let calls = self.calls().filter(|_| is_plain && claim.replicas.count == 0);
+        let calls = self.lock_batcher().filter(|_| is_plain && claim.replicas.count == 0);
         let _permit = match calls.map(|calls| (calls.try_direct(), calls)) {
             Some((None, calls)) => match calls.acquire(lock, claim).await? {
                 Some(answer) => return Ok(answer),
@@ -81,14 +81,14 @@ impl LockStore for RedisBackend {
     }
 
     async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
-        let Inner { keys, locks, .. } = &*self.inner;
+        let Inner { keys, auxiliary, .. } = &*self.inner;
         let released = |(was_held, listeners)| {
             // This backend may be subscribed itself, still or again.
             let listens = |subscriber: &Subscriber| subscriber.listens_to(&keys.free_channel(lock));
-            let ours = listeners > 0 && locks.subscriber.get().is_some_and(listens);
+            let ours = listeners > 0 && auxiliary.subscriber.get().is_some_and(listens);
             Released { was_held, is_wanted: listeners > u64::from(ours) }
         };
-        let _permit = match self.calls().map(|calls| (calls.try_direct(), calls)) {
+        let _permit = match self.lock_batcher().map(|calls| (calls.try_direct(), calls)) {
             Some((None, calls)) => match calls.release(lock, token).await? {
                 Some(listeners) => return Ok(released((true, listeners))),
                 None => None,
@@ -100,35 +100,35 @@ impl LockStore for RedisBackend {
     }
 
     async fn watch(&self, lock: &LockKey, waiter: Option<&Token>) -> Notifications {
-        let Inner { keys, locks, .. } = &*self.inner;
+        let Inner { keys, auxiliary, .. } = &*self.inner;
         let interest = waiter.copied().map_or(Interest::Changes, Interest::Turn);
-        locks.subscriber().subscribe(keys.free_channel(lock), interest).await
+        auxiliary.subscriber().subscribe(keys.free_channel(lock), interest).await
     }
 
     async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
-        let Inner { keys, scripts, locks, .. } = &*self.inner;
-        scripts.lock_name(&locks.own, [&keys.lease(lock), &keys.names(lock)], token, name).await.map(drop)
+        let Inner { keys, scripts, auxiliary, .. } = &*self.inner;
+        scripts.lock_name(&auxiliary.dedicated, [&keys.lease(lock), &keys.names(lock)], token, name).await.map(drop)
     }
 
     async fn request_release(&self, lock: &LockKey) -> Result<(), StoreError> {
-        let Inner { keys, locks, .. } = &*self.inner;
+        let Inner { keys, auxiliary, .. } = &*self.inner;
         let (lease, channel) = (keys.lease(lock), keys.release_requests(lock));
         let ask = |verb| {
             let mut command = redis::cmd(verb);
             command.arg(&channel).arg("1");
             command
         };
-        let mut answer = locks.own.send(&lease, &ask(self.publish())).await;
-        if locks.own.is_cluster() && answer.as_ref().is_err_and(|error| !error.is_io_error()) {
+        let mut answer = auxiliary.dedicated.send(&lease, &ask(self.publish())).await;
+        if auxiliary.dedicated.is_cluster() && answer.as_ref().is_err_and(|error| !error.is_io_error()) {
             // Redis 6.2 lacks SPUBLISH.
-            answer = locks.own.send(&lease, &ask("PUBLISH")).await;
+            answer = auxiliary.dedicated.send(&lease, &ask("PUBLISH")).await;
         }
         answer.map(drop).map_err(store_error)
     }
 
     async fn watch_release_requests(&self, lock: &LockKey) -> Notifications {
-        let Inner { keys, locks, .. } = &*self.inner;
-        locks.subscriber().subscribe(keys.release_requests(lock), Interest::Messages).await
+        let Inner { keys, auxiliary, .. } = &*self.inner;
+        auxiliary.subscriber().subscribe(keys.release_requests(lock), Interest::Messages).await
     }
 
     fn reach(&self) -> Reach {
@@ -142,13 +142,15 @@ impl LockStore for RedisBackend {
 
 impl RedisBackend {
     pub(crate) fn publish(&self) -> &'static str {
-        publish(&self.inner.locks.own)
+        publish(&self.inner.auxiliary.dedicated)
     }
 
     /// The batches of concurrent calls.
-    fn calls(&self) -> Option<&LockBatcher> {
-        let Inner { servers, scripts, keys, locks, lock_batcher, .. } = &*self.inner;
-        let start = || LockBatcher::new(locks.own.clone(), Arc::clone(scripts), Arc::clone(keys), locks.runtime());
+    fn lock_batcher(&self) -> Option<&LockBatcher> {
+        let Inner { servers, scripts, keys, auxiliary, lock_batcher, .. } = &*self.inner;
+        let start = || {
+            LockBatcher::new(auxiliary.dedicated.clone(), Arc::clone(scripts), Arc::clone(keys), auxiliary.runtime())
+        };
         (!servers.is_cluster()).then(|| lock_batcher.get_or_init(start))
     }
 
@@ -174,10 +176,10 @@ impl RedisBackend {
 
     /// Releases a lease in a separate call. Returns whether it was held, and the number of listeners.
     async fn release_alone(&self, lock: &LockKey, token: &Token) -> Result<(bool, u64), StoreError> {
-        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let Inner { keys, scripts, auxiliary, .. } = &*self.inner;
         let (lease, channel, [queue, positions]) = (keys.lease(lock), keys.free_channel(lock), keys.queue(lock));
         let names = [&lease, &queue, &positions].map(String::as_str);
-        let release = |names| scripts.lock_release(&locks.own, names, token, &channel, self.publish());
+        let release = |names| scripts.lock_release(&auxiliary.dedicated, names, token, &channel, self.publish());
         let reply = match release(&names).await {
             // While the slot moves, this releases only the lease. Queued waiters notice it when they poll, once a second.
             Err(error) if is_refused_for_now(&error) => release(&names[..1]).await,
@@ -204,15 +206,18 @@ impl RedisBackend {
 
     /// Renews leases in one call.
     async fn renew_together(&self, renewals: &[&Renewal]) -> Result<Vec<bool>, StoreError> {
-        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let Inner { keys, scripts, auxiliary, .. } = &*self.inner;
         let leases: Vec<_> = renewals.iter().map(|renewal| keys.lease(&renewal.lock)).collect();
         let leases: Vec<_> = leases.iter().map(String::as_str).collect();
         let tokens: Vec<_> = renewals.iter().map(|renewal| (&renewal.token, renewal.ttl)).collect();
         let replicas = renewals.iter().map(|renewal| renewal.replicas).max_by_key(|replicas| replicas.count);
         let replicas = replicas.unwrap_or_default();
-        let [_, replicated] = &locks.replicated;
-        let way =
-            if replicas.count > 0 { Delivery::Replicated(replicated, replicas) } else { Delivery::Plain(&locks.own) };
+        let [_, replicated] = &auxiliary.replicated;
+        let way = if replicas.count > 0 {
+            Delivery::Replicated(replicated, replicas)
+        } else {
+            Delivery::Plain(&auxiliary.dedicated)
+        };
         let Reply::Replied(reply) = scripts.lock_renew(way, &leases, &tokens).await? else {
             return Err(StoreError::unavailable("too few replicas know that leases were renewed"));
         };
@@ -222,8 +227,8 @@ impl RedisBackend {
     }
 
     fn way_to_grant(&self, replicas: Replicas) -> Delivery<'_> {
-        let Inner { servers, locks, .. } = &*self.inner;
-        let [replicated, _] = &locks.replicated;
+        let Inner { servers, auxiliary, .. } = &*self.inner;
+        let [replicated, _] = &auxiliary.replicated;
         if replicas.count > 0 { Delivery::Replicated(replicated, replicas) } else { Delivery::Plain(servers) }
     }
 }

@@ -16,17 +16,17 @@ use crate::lock::{Cursor, ForceReleased, LockHolder, LockKey, LockPage, LockStat
 
 impl LockRegistry for RedisBackend {
     async fn inspect(&self, lock: &LockKey) -> Result<LockStatus, StoreError> {
-        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let Inner { keys, scripts, auxiliary, .. } = &*self.inner;
         let (lease, names) = (keys.lease(lock), keys.names(lock));
-        let reply = scripts.lock_inspect(locks.dedicated(), [&lease, &names], LockStatus::MAX_HOLDERS).await?;
+        let reply = scripts.lock_inspect(auxiliary.dedicated(), [&lease, &names], LockStatus::MAX_HOLDERS).await?;
         status(lock, &reply).ok_or_else(|| unexpected_reply(&reply))
     }
 
     async fn force_release(&self, lock: &LockKey) -> Result<ForceReleased, StoreError> {
-        let Inner { keys, scripts, locks, .. } = &*self.inner;
-        let publish = if locks.dedicated().is_cluster() { "SPUBLISH" } else { "PUBLISH" };
+        let Inner { keys, scripts, auxiliary, .. } = &*self.inner;
+        let publish = if auxiliary.dedicated().is_cluster() { "SPUBLISH" } else { "PUBLISH" };
         let (lease, channel) = (keys.lease(lock), keys.free_channel(lock));
-        let reply = scripts.lock_force_release(locks.dedicated(), &lease, &channel, publish).await?;
+        let reply = scripts.lock_force_release(auxiliary.dedicated(), &lease, &channel, publish).await?;
         let released = match &reply {
             Value::Array(values) => match values.as_slice() {
                 [holders, fence] => number(holders).zip(number(fence)),
@@ -40,8 +40,8 @@ impl LockRegistry for RedisBackend {
     }
 
     async fn list(&self, name: &Key, from: Cursor, max: usize) -> Result<LockPage, StoreError> {
-        let Inner { keys, locks, .. } = &*self.inner;
-        let (leases, next) = scan(locks.dedicated(), from, &keys.leases(name), max).await?;
+        let Inner { keys, auxiliary, .. } = &*self.inner;
+        let (leases, next) = scan(auxiliary.dedicated(), from, &keys.leases(name), max).await?;
         // SCAN returns at most one hash bucket more than `COUNT`, so `max` bounds the concurrent calls.
         let found = leases.iter().filter_map(|lease| keys.lock_of(name, lease));
         let statuses = try_join_all(found.map(|lock| async move {

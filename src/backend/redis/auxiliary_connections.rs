@@ -9,9 +9,9 @@ use super::connection::subscriber::Subscriber;
 use super::topology::{ReplicatedServers, Servers};
 
 /// The connections that do not serve ordinary requests, opened on demand.
-pub(crate) struct LockConnections {
+pub(crate) struct AuxiliaryConnections {
     // Renewals, releases and related calls do not wait behind requests.
-    pub(super) own: Servers,
+    pub(super) dedicated: Servers,
     // For replicated leases: the first for grants, the second for renewals.
     pub(super) replicated: [ReplicatedServers; 2],
     // The timeout of a reply.
@@ -21,22 +21,22 @@ pub(crate) struct LockConnections {
     pub(super) subscriber: OnceLock<Subscriber>,
 }
 
-impl LockConnections {
+impl AuxiliaryConnections {
     pub(crate) const fn new(
-        own: Servers,
+        dedicated: Servers,
         replicated: [ReplicatedServers; 2],
         response_timeout: Duration,
         source: Source,
         runtime: Arc<RuntimeHandle>,
     ) -> Self {
-        Self { own, replicated, response_timeout, source, runtime, subscriber: OnceLock::new() }
+        Self { dedicated, replicated, response_timeout, source, runtime, subscriber: OnceLock::new() }
     }
 
     /// The same connections, with a subscriber of their own.
     #[cfg(test)]
     pub(crate) fn again(&self) -> Self {
         Self::new(
-            self.own.clone(),
+            self.dedicated.clone(),
             self.replicated.clone(),
             self.response_timeout,
             self.source.clone(),
@@ -46,7 +46,7 @@ impl LockConnections {
 
     /// Where calls do not wait behind requests.
     pub(crate) const fn dedicated(&self) -> &Servers {
-        &self.own
+        &self.dedicated
     }
 
     /// Where tasks run.

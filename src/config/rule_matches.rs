@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 /// Which rules have matched a request since they were loaded.
-pub(super) struct Usage {
+pub(super) struct RuleMatches {
     matched: Box<[AtomicBool]>,
     first_request: OnceLock<Instant>,
     reported: AtomicBool,
@@ -15,7 +15,7 @@ pub(super) struct Usage {
 /// Each thread checks the clock on one request of this many.
 const CHECK_EVERY: u8 = 64;
 
-impl Usage {
+impl RuleMatches {
     pub(super) fn new(rules: usize) -> Self {
         let matched = (0..rules).map(|_| AtomicBool::new(false)).collect();
         Self { matched, first_request: OnceLock::new(), reported: AtomicBool::new(false) }
