@@ -263,7 +263,7 @@ impl Tightest {
             Outcome::Limited => decision.retry_after().map_or(reset, |wait| wait.min(reset)),
             _ => reset,
         };
-        Some(Self { limit: units(decision.limit()), remaining: units(decision.remaining()?), reset })
+        Some(Self { limit: units(decision.capacity()), remaining: units(decision.remaining()?), reset })
     }
 
     /// These fields are not optional, so the reset is 0 if the whole quota is left.

@@ -41,7 +41,7 @@
 //!
 //! | in front of the service | key |
 //! | --- | --- |
-//! | nothing | [`peer_ip`] or [`ClientIp::peer`]. Both log a warning if requests come from a proxy; [`peer_ip`] only if its address is private |
+//! | nothing | [`peer_ip`] or [`ClientIp::peer`]. Both log a warning if requests come from a proxy; [`peer_ip`] only if the address of the proxy is private |
 //! | proxies that append to `X-Forwarded-For` | `ClientIp::trusting(nets)` |
 //! | proxies that append to `Forwarded` | `ClientIp::trusting(nets).header(ForwardingHeader::Forwarded)` |
 //! | a CDN with its own header | `ClientIp::trusting(nets).single_header("cf-connecting-ip")` |

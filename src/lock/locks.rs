@@ -104,7 +104,8 @@ impl Locks {
     }
 
     /// How long [`lock`](Self::lock) waits for a held lock. Defaults to 10 s. After that, the call still waits for the last reply of the
-    /// store. With zero, the call waits only for that reply, and for a release by this process.
+    /// store. With zero, the call waits only for that reply and, while this process is releasing the lock, for the end of
+    /// the release.
     ///
     /// You must pick up a granted lease before the wait is over: a caller that is polled only later gets [`LockError::Busy`].
     #[must_use]

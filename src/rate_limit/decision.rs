@@ -53,8 +53,8 @@ impl FromIterator<LimitStatus> for Limits {
 #[repr(u64)]
 #[non_exhaustive]
 pub enum Outcome {
-    /// It may, and was charged unless it costs nothing or was only peeked at. With a [`Limiter`](super::Limiter) also: the request is over
-    /// a limit that is not [enforced](super::Mode) for its key, and nothing was charged.
+    /// It may, and was charged unless it costs nothing or was only peeked at. A [`Limiter`](super::Limiter) returns this also
+    /// for a request over a limit that is not [enforced](super::Mode) for its key. Then nothing was charged.
     Allowed,
     /// It may not now. Nothing was charged.
     Limited,
@@ -287,7 +287,7 @@ impl Decision {
 
     /// Returns the capacity of the limit that has least left: the units that can be used at once.
     #[must_use]
-    pub fn limit(&self) -> u64 {
+    pub fn capacity(&self) -> u64 {
         self.tightest().map_or(0, LimitStatus::capacity)
     }
 

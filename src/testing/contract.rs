@@ -48,7 +48,7 @@ pub async fn quota_is_admitted_exactly<B: RateLimitStore + Clone>(store: B) {
         for left in (0..5).rev() {
             let decision = limiter.check("alice").await.unwrap();
             assert!(decision.is_allowed());
-            assert_eq!((decision.limit(), decision.remaining(), decision.retry_after()), (5, Some(left), None));
+            assert_eq!((decision.capacity(), decision.remaining(), decision.retry_after()), (5, Some(left), None));
             assert!(decision.reset_after() > Duration::ZERO && decision.reset_after() <= lifetime(limit));
         }
         for _ in 0..3 {
@@ -410,7 +410,7 @@ pub async fn several_limits_are_charged_all_or_none<B: RateLimitStore + Clone>(s
     let limiter = policy_limiter(&store, four_limits("together"));
     let decision = limiter.check_cost("alice", 2).await.unwrap();
     assert_eq!((decision.is_allowed(), left(&decision)), (true, vec![1, 3, 5, 7]));
-    assert_eq!((decision.remaining(), decision.limit()), (Some(1), 3));
+    assert_eq!((decision.remaining(), decision.capacity()), (Some(1), 3));
     for _ in 0..3 {
         let decision = limiter.check_cost("alice", 2).await.unwrap();
         assert_eq!((decision.outcome(), left(&decision)), (Outcome::Limited, vec![1, 3, 5, 7]));

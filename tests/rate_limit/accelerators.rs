@@ -531,7 +531,7 @@ async fn hot_key_is_served_from_leases_to_the_last_unit() {
         let decision = limiter.check("alice").await.unwrap();
         assert!(decision.is_allowed());
         // With a single process, the remaining units are exact.
-        assert_eq!((decision.remaining(), decision.limit(), decision.reset_after()), (Some(left), 10_000, MINUTE));
+        assert_eq!((decision.remaining(), decision.capacity(), decision.reset_after()), (Some(left), 10_000, MINUTE));
         assert!(decision.receipt().is_some());
     }
     assert!(slow.checks() < 100, "{} store calls for 10,000 requests", slow.checks());

@@ -91,7 +91,7 @@ async fn tell(request: Request<()>) -> Result<Response<Empty<Bytes>>, Infallible
     let mut response = Response::new(Empty::new());
     if let Some(limit) = request.extensions().get::<RateLimitHandle>() {
         let decision = limit.decision().unwrap();
-        let text = format!("{} of {}", decision.remaining().unwrap(), decision.limit());
+        let text = format!("{} of {}", decision.remaining().unwrap(), decision.capacity());
         response.headers_mut().insert("x-decision", text.parse().unwrap());
     }
     Ok(response)
@@ -104,7 +104,7 @@ where
 {
     let response = service.oneshot(request()).await.unwrap();
     let text = response.headers().get("x-decision").map(|text| text.to_str().unwrap().to_owned());
-    (text, response.extensions().get::<Decision>().map(|decision| (decision.remaining(), decision.limit())))
+    (text, response.extensions().get::<Decision>().map(|decision| (decision.remaining(), decision.capacity())))
 }
 
 #[tokio::test]

@@ -252,7 +252,7 @@ async fn rejection_names_the_policy_and_the_wait() {
     assert_eq!(limited.policy(), "test");
     assert_eq!(limited.retry_after(), Some(Duration::from_secs(3_000)));
     assert_eq!(limited.decision().outcome(), Outcome::Limited);
-    assert_eq!(limited.decision().limit(), 1);
+    assert_eq!(limited.decision().capacity(), 1);
     assert_eq!(limited.decision().remaining(), Some(0));
 }
 
@@ -919,7 +919,7 @@ async fn resolver_applies_only_to_the_key_of_the_layer() {
     assert_eq!(error.downcast::<RateLimited>().unwrap().policy(), "total");
     assert_eq!(asked.load(Relaxed), 0);
     let handle = later.0.lock().unwrap().pop().unwrap();
-    assert_eq!(handle.decision().map(Decision::limit), Some(2), "the policy of the layer made no decision");
+    assert_eq!(handle.decision().map(Decision::capacity), Some(2), "the policy of the layer made no decision");
 }
 
 #[tokio::test(start_paused = true)]

@@ -42,7 +42,7 @@ async fn usage(
     let decision = limiter.peek(Key::digest(api_key)).await.map_err(|_| StatusCode::SERVICE_UNAVAILABLE)?;
     let remaining = decision.remaining().unwrap_or(0);
     let reset = decision.reset_after().as_micros().div_ceil(1_000_000); // rounded up, like `t` in the `RateLimit` field
-    Ok(format!(r#"{{"limit":{},"remaining":{remaining},"reset_seconds":{reset}}}"#, decision.limit()))
+    Ok(format!(r#"{{"limit":{},"remaining":{remaining},"reset_seconds":{reset}}}"#, decision.capacity()))
 }
 
 async fn upgrade(State((plans, resolver)): State<(Plans, PolicyResolver<String>)>, headers: HeaderMap) -> StatusCode {
