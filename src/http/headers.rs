@@ -11,6 +11,7 @@ use ::http::{HeaderMap, HeaderName, HeaderValue};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
 
+use super::not_executed::REJECTED;
 use crate::key::Key;
 use crate::rate_limit::{Decision, Limit, LimitInfo, LimitStatus, Outcome, Policy, ceil_seconds};
 use crate::responder::{HeaderConfig, HeaderVersion, PartitionKeyMac};
@@ -32,8 +33,8 @@ pub(super) const LEGACY: Triple = Triple {
 /// The response fields that clients read, for `Access-Control-Expose-Headers`: see [Browsers](super#browsers).
 ///
 /// The fields of older [versions](HeaderVersion) have other names and are not included.
-pub const EXPOSED_HEADERS: [HeaderName; 4] =
-    [RATELIMIT, RATELIMIT_POLICY, RETRY_AFTER, HeaderName::from_static("idempotent-replayed")];
+pub const EXPOSED_HEADERS: [HeaderName; 5] =
+    [RATELIMIT, RATELIMIT_POLICY, RETRY_AFTER, HeaderName::from_static("idempotent-replayed"), REJECTED];
 
 /// Writes the fields for the policy and, after a decision, for the state of its limits.
 ///

@@ -9,8 +9,9 @@ use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
 
 use super::body::ResponseBody;
+use super::not_executed::declare_rejection;
 use super::problem::{Kind, Problem};
-use super::responder::{STORE_RETRY, STORE_TEXT, declare_rejection};
+use super::responder::{STORE_RETRY, STORE_TEXT};
 use crate::error::BoxError;
 use crate::lock::{BindLease, LeaseGuard, LeaseHandle, LockError, Rejection, fencing};
 use crate::responder::{BusyStatus, HttpResponder};

@@ -363,6 +363,7 @@ mod headers;
 mod idempotency;
 mod key;
 mod lock;
+mod not_executed;
 mod problem;
 mod rejection;
 mod responder;
@@ -391,7 +392,7 @@ pub use self::rejection::{HttpRejection, MapRejection};
 pub use ::ipnet::IpNet;
 
 #[cfg(feature = "grpc")]
-pub(crate) use self::responder::declare_rejection;
+pub(crate) use self::not_executed::declare_rejection;
 #[cfg(feature = "grpc")]
 pub(crate) use self::responder::{STORE_RETRY, STORE_TEXT, insert_decision, respond_to};
 #[cfg(feature = "grpc")]

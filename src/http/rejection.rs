@@ -10,7 +10,7 @@ use super::body::ResponseBody;
 use super::cache::CachedBody;
 use super::idempotency::IdempotentBody;
 use super::lock::LockedBody;
-use super::responder::{IS_REJECTED, REJECTED};
+use super::not_executed::{IS_REJECTED, REJECTED};
 use crate::cache::CacheError;
 use crate::idempotency;
 use crate::lock::{self, BindLease, LeaseGuard, LeaseHandle, fencing};

@@ -2,7 +2,7 @@ use std::convert::Infallible;
 use std::time::Duration;
 
 use ::http::header::{CONTENT_TYPE, RETRY_AFTER};
-use ::http::{Extensions, HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
+use ::http::{Extensions, HeaderMap, HeaderValue, Request, Response, StatusCode};
 
 use bytes::Bytes;
 
@@ -14,28 +14,10 @@ use crate::key::Key;
 use crate::rate_limit::{
     AnnotateResponse, Decision, LimitInfo, Outcome, RateLimitHandle, RateLimited, Rejection, ceil_seconds,
 };
-use crate::responder::{HttpResponder, NotExecuted, OutcomeUnknown, RejectionBody, Responder};
+use crate::responder::{HttpResponder, NotExecuted, RejectionBody, Responder};
 
 /// The `Retry-After` of a store failure, whose end is not known.
 pub(crate) const STORE_RETRY: Duration = Duration::from_secs(1);
-
-/// The header form of [`NotExecuted`], for rejections by locks and idempotency.
-///
-/// Their status alone does not tell a client in another process that nothing was executed.
-pub(crate) const REJECTED: HeaderName = HeaderName::from_static("tollgate-rejected");
-pub(crate) const IS_REJECTED: HeaderValue = HeaderValue::from_static("true");
-
-/// Tells outer layers that a lock or an idempotency layer has rejected a request. `may_have_run`: the handler had begun, so the outcome is
-/// unknown.
-pub(crate) fn declare_rejection<B>(response: &mut Response<B>, may_have_run: bool) {
-    if may_have_run {
-        response.extensions_mut().remove::<NotExecuted>();
-        response.extensions_mut().insert(OutcomeUnknown);
-    } else {
-        // Extensions are not sent over a connection, but this field is.
-        response.headers_mut().insert(REJECTED, IS_REJECTED);
-    }
-}
 
 /// The text of a store failure. The client must not see the details.
 pub(crate) const STORE_TEXT: &str = "temporarily unavailable";

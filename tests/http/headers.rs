@@ -427,15 +427,23 @@ async fn exposed_headers_cover_all_added_headers() {
     let once = IdempotencyLayer::new(MemoryBackend::new())
         .scope(header("x-api-key"))
         .layer(service_fn(async |_: Request<_>| Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))));
-    let pay = async || {
-        let request = Request::post("/").header("x-api-key", "k").header("idempotency-key", "k");
+    let pay = async |key: Option<&str>| {
+        let mut request = Request::post("/").header("x-api-key", "k");
+        if let Some(key) = key {
+            request = request.header("idempotency-key", key);
+        }
         let answer = once.clone().oneshot(request.body(Full::<Bytes>::default()).unwrap()).await.unwrap();
         let (head, body) = answer.into_parts();
         body.collect().await.unwrap();
         head.headers
     };
-    pay().await;
-    let added: BTreeSet<String> = denied.headers.keys().chain(pay().await.keys()).map(ToString::to_string).collect();
+    pay(Some("k")).await;
+    let (replayed, rejected) = (pay(Some("k")).await, pay(None).await);
+    let added: BTreeSet<String> = [&denied.headers, &replayed, &rejected]
+        .into_iter()
+        .flat_map(HeaderMap::keys)
+        .map(ToString::to_string)
+        .collect();
     let exposed = EXPOSED_HEADERS.iter().chain([&CONTENT_TYPE]).map(ToString::to_string).collect();
     assert_eq!(added, exposed);
 }

@@ -53,18 +53,19 @@ use crate::store::shutdown::{ShutdownRegistry, ShutdownReport};
 ///
 /// New keys remove keys whose counts expired more than a second ago. If the backend is still full, it samples a few keys, and evicts the
 /// key that used the smallest share of its quota. So a flood of new keys evicts its own keys, and limited clients stay limited.
+/// Each backend hashes keys with its own secret (SipHash), so clients cannot choose keys that collide.
 ///
 /// Locks do not share this space. The backend can hold as many locks as keys, and never evicts a held lock. If there is no space for
-/// another lock, the error is [out of memory](crate::StoreError::is_out_of_memory). The records of idempotency and the jobs of all queues
-/// have the same capacity each, with 1 KiB on average for the response or the job.
+/// another lock, the error is [out of memory](crate::StoreError::is_out_of_memory). The records of one idempotency caller have the same
+/// capacity, and so have the jobs of one queue. A response or job may have 1 KiB on average.
 ///
 /// A single caller with records, or a single queue with jobs, may use this whole capacity. All callers together have twice the capacity,
-/// and so do all queues. A caller or queue gets an out-of-memory error if it would use more than it leaves for the others, so a full share
-/// does not block other callers. For example, next to a caller with 100,000 records, a second one has space for 50,000.
+/// and so do all queues. A caller or queue gets an out-of-memory error if it would use more than it leaves free for the others. So none can
+/// block the others. For example, next to a caller with 100,000 records, a second one has space for 50,000.
 ///
 /// The cached values of all caches also have this capacity, with 1 KiB on average for a value. If there is no space for another one, values
-/// that expire soon are evicted. A value of more than a sixteenth of this space is not stored (6 MiB by default). If more tags are in use than
-/// keys fit, tags are forgotten, and the entries with these tags are loaded again.
+/// that expire soon are evicted. A value of more than a sixteenth of this space is not stored (6 MiB by default). The tags in use have this
+/// capacity, too. If it is exceeded, the backend forgets many tags, and the entries with these tags are loaded again.
 ///
 /// The dead jobs of all queues together may use half of the capacity. If they use more, a push without enough space removes some of them:
 /// the oldest dead jobs of the queue with the most.
@@ -90,8 +91,6 @@ use crate::store::shutdown::{ShutdownRegistry, ShutdownReport};
 /// # Ok(())
 /// # }
 /// ```
-///
-/// Keys are hashed with a secret of the process (SipHash), so clients cannot choose keys that collide.
 #[derive(Clone)]
 pub struct MemoryBackend {
     inner: Arc<Inner>,
@@ -107,7 +106,7 @@ struct Inner {
     // The total weight of all counts. One budget for all shards, since one long log may exceed the equal share of its shard.
     weight: AtomicUsize,
     locks: Arc<LockTable>,
-    // Holds no leases: notifies holders when a waiter asks for their lock.
+    // This table never has leases. It only notifies the holder of a lock when a waiter asks for the lock.
     asks: Arc<LockTable>,
     operations: Arc<OperationTable>,
     queues: QueueTable,
@@ -123,7 +122,7 @@ struct CachePadded(Mutex<Shard>);
 
 const SCOPE: &str = "tollgate counts in memory: limits, locks, idempotency and jobs hold within this process only";
 
-/// More than the number of cores that would use the backend at once.
+/// The maximum number of shards. On most machines, fewer threads use the backend at once.
 const MAX_SHARDS: usize = 64;
 /// With fewer keys than this per shard, shards cost more than they save.
 const MIN_SHARD: usize = 64;
@@ -189,7 +188,7 @@ impl MemoryBackend {
         self.inner.shards.iter().map(|shard| lock(shard).len()).sum()
     }
 
-    /// Whether no key is kept.
+    /// Whether the backend has no key of a rate limit. Locks, records, jobs and cached values do not count.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -211,12 +210,12 @@ impl MemoryBackend {
     #[inline]
     fn locate(&self, policy: &Policy, key: &Key) -> (u64, usize) {
         let hash = self.hash(policy, key);
-        // The map inside the shard uses the low bits, and the highest ones.
+        // The map inside the shard uses the low bits and the highest seven bits, so the index uses bits between them.
         (hash, (hash >> 48) as usize & (self.inner.shards.len() - 1))
     }
 
-    // Long keys use another variant, so that the code for most keys is compiled for their fixed length. The policy is already hashed, with
-    // another secret.
+    // Long keys use another variant of SipHash. So the compiler specializes the code of the first variant for the fixed length of most
+    // keys. `counts_hash` hashes the policy with another secret, so an XOR combines the two hashes.
     #[inline]
     fn hash(&self, policy: &Policy, key: &Key) -> u64 {
         let (first, second) = self.inner.secret;
@@ -320,7 +319,7 @@ mod tests {
         }
     }
 
-    /// When a file of rules was reloaded, the keys that were known missed the fast path until their counts had expired.
+    /// Regression: after a reload of a file of rules, known keys missed the fast path until their counts expired.
     #[tokio::test]
     async fn new_equal_policy_takes_fast_path_from_second_check() {
         let (backend, key) = (MemoryBackend::new(), Key::from("alice"));

@@ -13,7 +13,7 @@ use crate::delay_queue::{Changed, JobId, NewJob, Priority};
 use crate::error::StoreError;
 use crate::key::Key;
 
-/// How many bytes each job of the capacity provides, on average.
+/// The capacity includes this many bytes for each job, so jobs may have this size on average.
 const BYTES_PER_JOB: usize = 1_024;
 
 /// The queues of one memory backend and its clones. A queue is in the table while it has jobs, unique keys or a worker, or is paused.
@@ -30,8 +30,8 @@ pub(super) struct QueueTable {
 #[derive(Default)]
 struct Queues {
     all: HashMap<QueueKey, Queue>,
-    // When the first unique key that is held for a time expires, with the name and the part of its queue. Used to find expired keys of all
-    // queues.
+    // One entry for each queue with unique keys that are held for a time: when the first of them expires, the queue's name and its
+    // partition. Used to find expired keys of all queues.
     ends: BTreeSet<(u64, Box<str>, u16)>,
     // The number and the bytes of dead jobs.
     dead: usize,
@@ -109,7 +109,8 @@ impl QueueTable {
         let (new, _) = demand(&queues);
         let excess = self.excess(queues.used(key), new);
         self.sweep(&mut queues, excess + 2 * jobs.len());
-        // The demand is computed again after a removal: if a pushed job was to replace the removed dead job, it now takes space.
+        // `make_room` computes the demand again after each removal. If a removed dead job has the id of a pushed job, the pushed job now
+        // takes space.
         self.make_room(&mut queues, key, demand)?;
         Ok(self.change(&mut queues, key, |queue, now| {
             let mut admissions = vec![Admission::Full; jobs.len()];
@@ -122,7 +123,8 @@ impl QueueTable {
         }))
     }
 
-    /// Removes up to `max` expired unique keys of all queues, oldest first. Unused queues make no call that would remove theirs.
+    /// Removes up to `max` expired unique keys of all queues. It begins with the queue whose first key expired earliest. A claim removes
+    /// expired keys of its own queue only, so those of a queue without workers would stay.
     fn sweep(&self, queues: &mut Queues, max: usize) {
         let mut left = max;
         while left > 0
@@ -138,7 +140,7 @@ impl QueueTable {
         }
     }
 
-    /// The number of jobs and unique keys.
+    /// The number of jobs, and of unique keys that are held for a time.
     fn used_slots(&self) -> usize {
         self.len.load(Ordering::Relaxed) + self.held.load(Ordering::Relaxed)
     }
@@ -173,7 +175,7 @@ impl QueueTable {
             let Some((&largest, _)) = queues.all.iter().max_by_key(|(_, queue)| size(queue)) else {
                 return Err(no_room());
             };
-            // Removing a queue's own dead jobs also lowers its own usage, so each removal counts twice.
+            // Removing a dead job of the demanding queue lowers the total and the usage of this queue, so each such removal counts twice.
             let factor = if largest == *key { 2 } else { 1 };
             let (excess, excess_bytes) = (excess.div_ceil(factor), excess_bytes.div_ceil(factor));
             let half_of_bytes = self.capacity.saturating_mul(BYTES_PER_JOB) / 2;
@@ -209,13 +211,13 @@ fn no_room() -> StoreError {
 }
 
 impl Queues {
-    /// The number of jobs and unique keys of a queue, and its bytes.
+    /// The number of jobs of a queue and of its unique keys that are held for a time, and its bytes.
     fn used(&self, key: &QueueKey) -> (usize, usize) {
         self.all.get(key).map_or((0, 0), |queue| (queue.jobs.len() + queue.unique_ends.len(), queue.bytes))
     }
 
     /// How many jobs, and how many bytes, a push would add. A job takes no space if its id exists, if its unique key is held, or if the
-    /// queue is full, also through earlier jobs of this push. A job that replaces a dead one takes only its additional bytes.
+    /// queue is full. Earlier jobs of this push count for each condition. A job that replaces a dead one takes only its additional bytes.
     fn demand(&self, key: &QueueKey, jobs: &[NewJob], max_jobs: u64, now_ms: u64) -> (usize, usize) {
         let existing = self.all.get(key);
         let mut room = max_jobs.saturating_sub(existing.map_or(0, |queue| queue.jobs.len() as u64));
@@ -291,14 +293,14 @@ mod tests {
         lease.token
     }
 
-    /// The number of jobs and unique keys, of queues, and of queues with keys that expire.
+    /// The number of jobs and of unique keys that are held for a time, the number of queues, and the number of queues with such keys.
     fn sizes(backend: &MemoryBackend) -> (usize, usize, usize) {
         let table = &backend.inner.queues;
         let queues = table.queues();
         (table.used_slots(), queues.all.len(), queues.ends.len())
     }
 
-    /// All jobs of a push were refused if there was no room for some of them.
+    /// Regression: the backend refused all jobs of a push if it had no room for some of them.
     #[tokio::test(start_paused = true)]
     async fn refused_job_of_a_batch_takes_no_room() {
         let queue = QueueKey::new("q");
@@ -374,7 +376,7 @@ mod tests {
         assert_eq!(sizes(&backend).0, 13);
     }
 
-    /// It replaced dead jobs, or there was no room for it.
+    /// Regression: a push that added nothing removed dead jobs, or failed with an out-of-memory error.
     #[tokio::test(start_paused = true)]
     async fn push_that_adds_nothing_needs_no_room() {
         let backend = MemoryBackend::with_capacity(5);
@@ -391,7 +393,7 @@ mod tests {
         assert_eq!(dead().await, 5);
         assert_eq!(backend.push(&other, &[job(2, held), job(3, None)], 100).await.unwrap(), [exists, Admission::New]);
         assert_eq!(dead().await, 4);
-        // Nor does it in a full backend.
+        // In a full backend, a push that adds nothing needs no room, either.
         let backend = MemoryBackend::with_capacity(2);
         backend.push(&other, &[job(0, held), job(1, None)], 100).await.unwrap();
         assert_eq!(backend.push(&other, &[job(2, held)], 100).await.unwrap(), [exists]);
@@ -412,7 +414,7 @@ mod tests {
         }
         assert!(push("other", 50).await.unwrap_err().is_out_of_memory());
         assert_eq!(push("third", 0).await.unwrap(), [Admission::New]);
-        // Nor with large jobs.
+        // A queue that is full of large jobs does not block other queues, either.
         let large = |id| NewJob { payload: vec![0; 1_000].into(), ..job(id, None) };
         let backend = MemoryBackend::with_capacity(10);
         let jobs: Vec<_> = (0..10).map(large).collect();
@@ -457,7 +459,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn key_held_again_before_its_sweep_is_counted_once() {
-        // One more than a push and a claim remove, so that the last one is left.
+        // A push and a claim together remove one key less than this, so the last key is left.
         const KEYS: u32 = 2 + RECLAIM_BATCH as u32 + 1;
         let backend = MemoryBackend::new();
         let queue = QueueKey::new("test");

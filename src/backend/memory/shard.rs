@@ -8,10 +8,10 @@ use crate::key::Key;
 use crate::rate_limit::Policy;
 
 /// How many keys are sampled to find one to evict. The least valuable of eight is nearly always among the lowest third, which is good
-/// enough. So the time of an eviction does not depend on the number of keys.
+/// enough. The sample has a fixed size, so the time of an eviction does not depend on the number of keys.
 const SAMPLE: usize = 8;
-/// The search for a sample visits at most this many buckets. At least an eighth of all buckets are taken; otherwise the table
-/// [shrinks](Shard::shrink). A table with at most this many buckets does not shrink.
+/// The search for a sample visits at most this many buckets. Before an insertion, the table [shrinks](Shard::shrink) if less than an eighth
+/// of its buckets are taken. A table with at most this many buckets does not shrink.
 const SAMPLED_BUCKETS: usize = 64;
 /// How many other keys an insertion examines, in at most [`SWEPT_BUCKETS`] buckets, to remove keys that expired a while ago. Two, so that
 /// the expired keys never far outnumber the others.
@@ -26,7 +26,8 @@ const GRACE_US: u64 = 1_000_000;
 /// The hash of a key decides its bucket, so a few adjacent buckets are as good as a random sample. A full backend can therefore find a key
 /// to evict, and any shard can remove expired keys, without a list of ages or a background task.
 ///
-/// A shard does not know its total weight: `MemoryBackend` adds up the weights that its methods return.
+/// A shard does not know its total weight. Its methods return the weight that they removed, and `MemoryBackend` subtracts it from the
+/// total.
 #[derive(Default)]
 pub(super) struct Shard {
     slots: HashTable<Slot>,

@@ -19,8 +19,8 @@ const LAYOUT: &str = "2";
 /// The number of parts of the idempotency records. Each part is in one slot of a cluster.
 pub(crate) const PARTITIONS: u64 = 64;
 
-/// The part of an operation. It is the same for all processes, so the hash has no random key. FNV-1a alone would put sequential keys into
-/// few parts, since their last bytes hardly reach the upper bits. The finalizer of MurmurHash3 spreads them.
+/// The partition of an operation. It is the same for all processes, so the hash has no random key. FNV-1a alone would put sequential keys
+/// into few parts, since their last bytes hardly reach the upper bits. The finalizer of MurmurHash3 spreads them.
 fn partition(scope: &str, key: &str) -> String {
     let bytes = scope.bytes().chain([b':']).chain(key.bytes());
     let hash =
@@ -94,7 +94,8 @@ impl Keys {
 
     /// `<prefix>:2:{idempotency:<part>}:<scope>:<key>:record`.
     ///
-    /// The part, one of 64, determines the slot on a cluster. So a record and the set of its caller's records share a slot.
+    /// The `<part>` after `idempotency:` is one of 64 partitions, and determines the slot on a cluster. So a record and the set of its
+    /// caller's records share a slot.
     pub(crate) fn idempotency(&self, operation: &Operation) -> String {
         self.operation(operation, "record")
     }
@@ -187,11 +188,11 @@ impl Keys {
         self.lock(lock, "asked")
     }
 
-    /// `<prefix>:2:{delay_queue:<name>}:<part>`, and for the further parts of a split queue `...{delay_queue:<name>#<number>}:<part>`.
+    /// `<prefix>:2:{delay_queue:<name>}:<part>`, and for the further partitions of a split queue `...{delay_queue:<name>#<number>}:<part>`.
     pub(crate) fn delay_queue(&self, queue: &QueueKey) -> QueueKeys {
         let tag = match queue.partition() {
             0 => [&self.root, "{delay_queue:", queue.name().as_str(), "}:"].concat(),
-            // A name has no `#`, except as the first character of a digest.
+            // A name includes `#` only as the first character of a digest, so two queues never have the same tag.
             part => [&self.root, "{delay_queue:", queue.name().as_str(), "#", &part.to_string(), "}:"].concat(),
         };
         let key = |part: &str| [&tag, part].concat();
@@ -226,7 +227,7 @@ impl Keys {
         literal(&[&self.root, "{lock:", &escape_part(name), ":"].concat()) + "*}:lease"
     }
 
-    /// The lock of a lease in a name.
+    /// Parses the key of a lease. Returns its lock if the lock has this name.
     pub(crate) fn lock_of(&self, name: &Key, lease: &str) -> Option<LockKey> {
         let start = [&self.root, "{lock:", &escape_part(name), ":"].concat();
         let key = lease.strip_prefix(&start)?.strip_suffix("}:lease")?;
@@ -328,7 +329,7 @@ pub(crate) struct QueueKeys {
     pub(crate) snoozed: String,
     pub(crate) state: String,
     pub(crate) idle: String,
-    // For jobs of normal priority, which most jobs have.
+    // The key of the runs: groups of 16 waiting jobs with normal priority, one due time, and ids that differ only in the last character.
     pub(crate) runs: String,
     // The prefix of the channels of workers.
     pub(crate) wake: String,

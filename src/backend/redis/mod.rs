@@ -37,10 +37,10 @@
 //!   One reply is enough; a Sentinel that hangs costs 0.2 s. The client asks again when a Sentinel announces another primary
 //!   (`+promoted-slave` or `+switch-master`), and every 0.4 s in any case. So the client leaves a replaced primary within a second,
 //!   even if that still answers. With TLS, the certificate of the primary must match the address that the Sentinels announce.
-//! * *Cluster*: all keys of one rate-limit key, lock or queue are in one slot. The client follows MOVED, ASK and TRYAGAIN; they are
-//!   not errors. Each node has its own connections, so a node that is down or hangs affects only its own slots. Until another node
-//!   serves these slots, the client keeps reading the slot map from the other nodes. A decision about several keys is one script
-//!   if the keys share a slot. Otherwise the client checks one key after the other, and refunds the charges if a later key is
+//! * *Cluster*: all keys of one rate-limit key, of one lock, or of one partition of a queue are in one slot. The client follows MOVED, ASK
+//!   and TRYAGAIN; they are not errors. Each node has its own connections, so a node that is down or hangs affects only its own slots.
+//!   Until another node serves these slots, the client keeps reading the slot map from the other nodes. A decision about several keys is
+//!   one script if the keys share a slot. Otherwise the client checks one key after the other, and refunds the charges if a later key is
 //!   denied.
 //!
 //!   While a slot migrates, a node refuses commands with several keys unless it has all of them. Until the migration ends, fair and
@@ -67,25 +67,26 @@
 //! earlier packets.
 //!
 //! If the server becomes a replica, the client closes the connection and connects to its address again. While the server refuses
-//! connections, calls fail at once instead of waiting for their deadline. If it accepts connections and does not answer, calls take
-//! their deadline until the client has detected this. If the network drops the packets of a connection attempt, the client repeats
-//! the attempt soon after a later one succeeds. A command whose reply is lost is never sent again, since it may have been counted.
+//! connections, calls fail at once instead of waiting for their deadline. If it accepts connections and does not answer, calls wait until
+//! their deadline. This ends when the client has detected the failure. If the network drops the packets of a connection attempt, the client
+//! repeats the attempt soon after a later one succeeds. A command whose reply is lost is never sent again, since it may have been counted.
 //!
 //! # Batching
 //!
 //! With at most 8 checks in flight, each check is a call of its own and is sent at once. With more, or within 200 µs after a batch, new
-//! checks share a call of one script. The call waits for a return only if a few such calls are already in flight. The longer the round
-//! trip, the more of these calls are in flight. The script charges or denies each check separately, so batching is exact, and costs Redis
-//! less than half the work. Each batch takes a part of the pending checks, so Redis works on one batch while the reply to another travels.
-//! On a cluster, checks and locks are not batched, because two keys hardly ever share a slot. Lock acquisitions and releases at the same
-//! time are batched, too; each is granted, refused or released separately. An acquisition and its release then cost Redis about half of the
-//! two separate calls.
+//! checks share a call of one script. If a few such calls are in flight, the next one waits until one of them returns or has taken 20 ms.
+//! With a longer round trip, the client allows more of these calls in flight. The script charges or denies each check separately, so
+//! batching is exact. A large batch costs Redis less than half the work of separate calls. Each batch takes a part of the pending checks,
+//! so Redis works on one batch while the reply to another travels. On a cluster, checks and locks are not batched, because two keys hardly
+//! ever share a slot. Lock acquisitions and releases at the same time are batched, too; each is granted, refused or released separately. An
+//! acquisition and its release then cost Redis about half of the two separate calls.
 //!
 //! The first renewal, release or lock batch opens a dedicated connection for these calls, which must not queue behind checks. Renewals
 //! include those of operations, loads of caches and running jobs. The first waiter opens a connection for subscriptions, which notifies
 //! waiters of released locks, completed operations and loaded values. WAIT blocks its connection, so locks that require replication use
-//! separate connections, and so do their renewals. Each replica count has as many as there are `connections`, at most 16. Simultaneous
-//! calls share one WAIT, so one or two connections are enough while the replicas are healthy.
+//! separate connections, and so do their renewals. For grants and for renewals, the replica counts 1, 2, 3 and all higher counts together
+//! each have at most as many as `connections`, at most 16. Simultaneous calls share one WAIT, so one or two connections are enough while
+//! the replicas are healthy.
 //!
 //! A backend that was opened [from a pool](RedisBackend::from_pool) cannot subscribe. Waiters for a lock or an operation then poll once a
 //! second, waiters for a cached value twice a second, and queue workers at least every 5 s.
@@ -98,14 +99,14 @@
 //! | lock | `<prefix>:2:{lock:<name>:<key>}:lease` | channels `...:free` and `...:asked`; names `...:names`; queue `...:queue`, `...:positions` |
 //! | operation | `<prefix>:2:{idempotency:<partition>}:<scope>:<key>:record` | channel `...:done` |
 //! | records of a caller | `<prefix>:2:{idempotency}:<scope>:records` | on a cluster one for each partition |
-//! | delay queue | `<prefix>:2:{delay_queue:<name>}:<part>` | |
+//! | delay queue | `<prefix>:2:{delay_queue:<name>}:<part>` | further partitions `...{delay_queue:<name>#<number>}:<part>` |
 //! | cached value | `<prefix>:2:{cache:<cache>:<key>}:entry` | `...:lease`, channel `...:changed` |
 //! | tag of cached values | `<prefix>:2:{cache:<cache>:<tag>}:generation` | |
 //! | exists filter | `<prefix>:2:{cache_filter:<filter>}:versions` | one or two versions `...:bits:<version>` |
 //!
-//! On a cluster, the braces keep all keys of one rate-limit key, lock, queue or filter in one slot. Every key has a time to live. Two
-//! versions of Tollgate can share one Redis, for example during a rolling deploy, if two conditions hold. The number after the prefix is
-//! the same, and the changelog lists no other incompatibility under *Data format*. Values have format numbers: a version that reads an
+//! On a cluster, the braces keep all keys of one rate-limit key, lock, queue partition or filter in one slot. Every key has a time to live.
+//! Two versions of Tollgate can share one Redis, for example during a rolling deploy, if two conditions hold. The number after the prefix
+//! is the same, and the changelog lists no other incompatibility under *Data format*. Values have format numbers: a version that reads an
 //! unknown number fails with a store error. A cached value with an unknown number is loaded again. Until 0.1 is published, formats may
 //! change at any time.
 //!
@@ -155,9 +156,9 @@
 //!
 //! # Encryption
 //!
-//! With the feature `tls`, the scheme `rediss` encrypts with rustls. Servers are trusted as the operating system does, or by your
-//! [`ca_certificate`](RedisOptions::ca_certificate). [`client_certificate`](RedisOptions::client_certificate) authenticates the
-//! client. If you have installed a rustls `CryptoProvider`, it is used; otherwise `ring` is installed.
+//! With the feature `tls`, the scheme `rediss` encrypts with rustls. The client trusts the certificate authorities of the operating system
+//! or, if you set it, your [`ca_certificate`](RedisOptions::ca_certificate). [`client_certificate`](RedisOptions::client_certificate)
+//! authenticates the client. If you have installed a rustls `CryptoProvider`, it is used; otherwise `ring` is installed.
 //!
 //! The server certificate must not be a CA certificate: `openssl req -x509` makes one with `CA:TRUE` unless you add
 //! `-addext basicConstraints=CA:FALSE`. The private key of the client must not be encrypted.
@@ -308,7 +309,7 @@ impl RedisBackend {
     ///
     /// # Errors
     ///
-    /// If no server replies, or a server reports that it cannot serve yet.
+    /// If each server fails to reply or reports that it cannot serve yet.
     pub async fn ping(&self) -> Result<Duration, StoreError> {
         let (mut from, mut failure) = (0, None);
         loop {

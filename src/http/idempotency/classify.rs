@@ -8,7 +8,7 @@ use ::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 
 use crate::error::{BoxError, causes};
 use crate::http::lock::{AbortMarker, AbortOutcome};
-use crate::http::responder::REJECTED;
+use crate::http::not_executed::REJECTED;
 use crate::idempotency::ResponsePolicy;
 use crate::lock::PartialEffects;
 use crate::responder::{NotExecuted, OutcomeUnknown};

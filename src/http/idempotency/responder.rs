@@ -1,8 +1,9 @@
 use ::http::{Response, StatusCode};
 use bytes::Bytes;
 
+use crate::http::not_executed::declare_rejection;
 use crate::http::problem::{Kind, Problem};
-use crate::http::responder::{STORE_RETRY, STORE_TEXT, declare_rejection};
+use crate::http::responder::{STORE_RETRY, STORE_TEXT};
 use crate::idempotency::Rejection;
 use crate::responder::HttpResponder;
 

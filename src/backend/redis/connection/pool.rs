@@ -22,9 +22,9 @@ use crate::backend::redis::sentinel::PrimaryTerm;
 const MIN_BACKOFF: Duration = Duration::from_millis(10);
 /// The longest pause. It is short enough for the pool to recover within a second of the server's return.
 const MAX_BACKOFF: Duration = Duration::from_millis(250);
-/// After a failed attempt, calls without a connection fail at once with its error. This ends after the next pause, an attempt of the same
-/// duration and this time. Under load there is an attempt after every pause. After a lull the state is unknown, so a call waits for the
-/// attempt that it triggers.
+/// After a failed attempt, calls without a connection fail at once with its error. This ends after the sum of the next pause, the duration
+/// of the failed attempt and this time. Under load there is an attempt after every pause. After a lull the state is unknown, so a call
+/// waits for the attempt that it triggers.
 const FAILURE_VALIDITY: Duration = Duration::from_millis(100);
 
 /// Multiplexed connections to one server, or to the primary of a Sentinel service.
@@ -67,7 +67,7 @@ struct ConnectFailure {
     until: Instant,
 }
 
-/// What all pools of one server share about attempts to connect. One of them logs for all.
+/// What all pools of one server share about attempts to connect and about open connections. One of them logs for all.
 #[derive(Default)]
 pub(crate) struct ServerState {
     // The last attempt to connect, if it failed.
@@ -155,8 +155,8 @@ impl Pool {
         self.exchange(command, false, None).await
     }
 
-    /// Like [`send`](Self::send), with an optional timeout and an optional ASKING, for a node that takes over the slot of the key. After
-    /// the default timeout, it fails as soon as the Sentinels name another primary.
+    /// Like [`send`](Self::send), with an optional timeout and an optional ASKING, for a node that takes over the slot of the key. With a
+    /// longer timeout, it fails once the default timeout has passed and the Sentinels have named another primary.
     pub(crate) async fn exchange(
         &self,
         command: &Cmd,
@@ -193,7 +193,7 @@ impl Pool {
                 // There is no connection, and the last attempt to open one failed just now: fail at once with its error. `checkout` has
                 // triggered the next attempt.
                 error = inner.unreachable() => return Err(error.unwrap_or_else(|| no_connection(self.options.connect))),
-                // By the caller's clock, since the clock of the other runtime may be stopped.
+                // This timeout uses the clock of the caller's runtime, because the clock of the pool's runtime may be stopped.
                 () = async { Box::pin(sleep(self.options.connect)).await } => return Err(no_connection(self.options.connect)),
             };
             let connection = match checkout {
