@@ -48,6 +48,7 @@ macro_rules! links {
             "[performance.md]: crate::guide::performance\n",
             "[queues.md]: crate::guide::queues\n",
             "[rate_limits.md]: crate::guide::rate_limits\n",
+            "[rate_limits.md#limits-in-a-file]: crate::guide::rate_limits#limits-in-a-file\n",
             "[rate_limits.md#try-a-limit-before-you-enforce-it]: crate::guide::rate_limits#try-a-limit-before-you-enforce-it\n",
             "[recipes.md]: crate::guide::recipes\n",
             "[recipes.md#plans-from-a-database-and-get-usage]: crate::guide::recipes#plans-from-a-database-and-get-usage\n",
