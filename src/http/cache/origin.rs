@@ -54,7 +54,7 @@ impl<S, B> SharedRequest<S, B> {
 
     /// The values of the request in the fields that select a response. `None` if the request was taken.
     pub(super) fn selection(&self, vary: &Vary) -> Option<Key> {
-        self.lock().as_ref().map(|seated| vary.selection(seated.request.headers()))
+        self.lock().as_ref().map(|pending| vary.selection(pending.request.headers()))
     }
 
     /// Replaces the instance that has reported ready by its clone, since a request may wait long for the load of another one.
@@ -62,9 +62,9 @@ impl<S, B> SharedRequest<S, B> {
     where
         S: Clone,
     {
-        if let Some(seated) = self.lock().as_mut().filter(|seated| seated.is_ready) {
-            seated.inner = seated.inner.clone();
-            seated.is_ready = false;
+        if let Some(pending) = self.lock().as_mut().filter(|pending| pending.is_ready) {
+            pending.inner = pending.inner.clone();
+            pending.is_ready = false;
         }
     }
 
@@ -117,7 +117,7 @@ pub(super) type OwnResponse<R, E> = Result<Response<CachedBody<R>>, E>;
 
 /// A load.
 pub(super) struct Origin<S, B, R, E> {
-    pub(super) seat: SharedRequest<S, B>,
+    pub(super) shared_request: SharedRequest<S, B>,
     pub(super) place: Place,
     pub(super) response_sender: oneshot::Sender<OwnResponse<R, E>>,
     pub(super) settings: Arc<Settings>,
@@ -133,11 +133,11 @@ where
 {
     /// Calls the inner service. The caller gets its response even if it is not stored.
     pub(super) async fn load(self) -> Result<Loaded<Stored>, OriginFailed> {
-        let Some(mut seated) = self.seat.take() else { return Ok(Loaded::nothing(REFUSED_FOR)) };
-        Conditions::remove(seated.request.headers_mut());
-        let fields = seated.request.headers().clone();
+        let Some(mut pending) = self.shared_request.take() else { return Ok(Loaded::nothing(REFUSED_FOR)) };
+        Conditions::remove(pending.request.headers_mut());
+        let fields = pending.request.headers().clone();
         let until = Instant::now() + self.settings.load_timeout;
-        let response = match timeout_at(until, seated.call()).await {
+        let response = match timeout_at(until, pending.call()).await {
             Ok(Ok(response)) => response,
             Ok(Err(error)) => {
                 self.give(Err(error));

@@ -24,7 +24,7 @@ use crate::responder::Responder;
 /// A request that the cache may answer.
 pub(super) struct Reader<S, B, K, A> {
     pub(super) shared: Arc<Shared<K, A>>,
-    pub(super) seat: SharedRequest<S, B>,
+    pub(super) shared_request: SharedRequest<S, B>,
     pub(super) read: Read,
 }
 
@@ -174,7 +174,7 @@ where
 
     fn variant(&self, place: &Place, varies: &Varies) -> Step<R, S::Error> {
         let Place::Uri(uri) = *place else { return Step::Pass(CacheStatus::Miss) };
-        let Some(selection) = self.seat.selection(&varies.vary) else { return Step::Pass(CacheStatus::Miss) };
+        let Some(selection) = self.shared_request.selection(&varies.vary) else { return Step::Pass(CacheStatus::Miss) };
         let (variant_key, vary) = (varies.variant_key(uri, selection), varies.vary.clone());
         Step::Variant(Place::Variant { uri, variant_key, vary, selection })
     }
@@ -188,10 +188,10 @@ where
         is_background: bool,
     ) -> Result<(LoadWaiter<Stored>, oneshot::Receiver<OwnResponse<R, S::Error>>), CacheError> {
         // From here on the request may wait: for another request, or for another process.
-        self.seat.give_back();
+        self.shared_request.give_back();
         let (response_sender, own_response) = oneshot::channel();
         let origin = Origin {
-            seat: self.seat.share(),
+            shared_request: self.shared_request.share(),
             place: place.clone(),
             response_sender,
             settings: Arc::clone(&self.shared.settings),
@@ -276,8 +276,8 @@ where
     /// Calls the inner service for this request alone.
     async fn pass(self, status: CacheStatus) -> OwnResponse<R, S::Error> {
         let responder = &self.shared.responder;
-        let Some(seated) = self.seat.take() else { return responder.reject(CacheError::Panicked) };
-        let response = seated.call().await.map_err(|error| responder.error(error))?;
+        let Some(pending) = self.shared_request.take() else { return responder.reject(CacheError::Panicked) };
+        let response = pending.call().await.map_err(|error| responder.error(error))?;
         let mut response = responder.response(response);
         status.write(response.headers_mut());
         Ok(response)
@@ -346,7 +346,8 @@ mod tests {
         let inner = service_fn(async |_: Request<axum::body::Body>| {
             Ok::<_, Infallible>(Response::new(axum::body::Body::empty()))
         });
-        let future = Reader { shared: Arc::clone(&shared), seat: SharedRequest::new(inner, request), read }.respond();
+        let future =
+            Reader { shared: Arc::clone(&shared), shared_request: SharedRequest::new(inner, request), read }.respond();
         assert!(size_of_val(&future) <= 1_032, "{} bytes", size_of_val(&future));
     }
 }

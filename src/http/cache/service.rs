@@ -87,8 +87,8 @@ where
             Plan::Bypass => ResponseFuture::passed(self.inner.call(request), shared),
             Plan::Change(keys) => ResponseFuture::boxed(change(take_ready(&mut self.inner), request, keys, shared)),
             Plan::Read(read) => {
-                let seat = SharedRequest::new(take_ready(&mut self.inner), request);
-                ResponseFuture::boxed(Reader { shared, seat, read }.respond())
+                let shared_request = SharedRequest::new(take_ready(&mut self.inner), request);
+                ResponseFuture::boxed(Reader { shared, shared_request, read }.respond())
             }
         }
     }
