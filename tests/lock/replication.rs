@@ -365,9 +365,10 @@ async fn handoff_requires_the_same_replication() {
     let locks = Locks::new(MemoryBackend::new(), "default").wait(Duration::from_secs(1));
     let careful = locks.clone().replication(Replication::Require(2));
     let lease = locks.lock("a").await.unwrap();
+    let first = careful.lock("a").into_future();
     // The second caller gets the lock when the first gives up.
     let second = locks.lock("a").wait(Duration::from_secs(2)).into_future();
-    let (first, second, ()) = tokio::join!(careful.lock("a").into_future(), second, async {
+    let (first, second, ()) = tokio::join!(first, second, async {
         sleep(Duration::from_millis(10)).await;
         drop(lease);
     });
