@@ -105,6 +105,7 @@
 
 mod codec;
 mod error;
+mod identity_hasher;
 mod key;
 #[cfg(feature = "metrics")]
 mod meter;

@@ -2,6 +2,7 @@ use std::collections::HashMap;
 use std::hash::{BuildHasher as _, RandomState};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use crate::identity_hasher::IdentityBuildHasher;
 use crate::key::Key;
 
 /// The number of parts. Threads that lock different parts do not wait for each other.
@@ -11,7 +12,7 @@ const PARTS: usize = 16;
 #[derive(Default)]
 pub(super) struct PerScope {
     hasher: RandomState,
-    parts: [Mutex<HashMap<u64, usize>>; PARTS],
+    parts: [Mutex<HashMap<u64, usize, IdentityBuildHasher>>; PARTS],
 }
 
 impl PerScope {
@@ -41,8 +42,8 @@ impl PerScope {
     }
 
     /// No code panics while it holds the lock, so a poisoned part is intact.
-    fn part(&self, hash: u64) -> MutexGuard<'_, HashMap<u64, usize>> {
-        // The map of a part hashes this number again, so any of its bits can select the part.
+    fn part(&self, hash: u64) -> MutexGuard<'_, HashMap<u64, usize, IdentityBuildHasher>> {
+        // The map of a part uses the other half of the hash.
         self.parts[(hash >> 32) as usize % PARTS].lock().unwrap_or_else(PoisonError::into_inner)
     }
 

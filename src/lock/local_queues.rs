@@ -15,12 +15,13 @@ use super::error::{Busy, LockError, NotReplicated, QueueFull};
 use super::grant::Grant;
 use super::lease::Lease;
 use super::local_queue::{LeaderState, LocalQueue, Position, ReleaseTarget};
-use super::lock_key::{IdentityBuildHasher, LockKey};
+use super::lock_key::LockKey;
 use super::locks_state::LocksState;
 use super::options::AcquireOptions;
 use super::release_task::ReleaseTask;
 use super::store::Notifications;
 use crate::error::StoreError;
+use crate::identity_hasher::IdentityBuildHasher;
 
 /// Enough shards that threads rarely wait for the same one.
 const SHARDS: usize = 16;

@@ -1,5 +1,5 @@
 use std::fmt;
-use std::hash::{BuildHasher, BuildHasherDefault, Hash, Hasher, RandomState};
+use std::hash::{BuildHasher, Hash, Hasher, RandomState};
 use std::sync::LazyLock;
 
 use crate::key::Key;
@@ -66,30 +66,10 @@ impl fmt::Display for LockKey {
     }
 }
 
-/// For maps with keys that carry their hash: [`LockKey`] and [`Token`](super::store::Token).
-pub(crate) type IdentityBuildHasher = BuildHasherDefault<Known>;
-
-/// Uses the hash as it is.
-#[derive(Default)]
-pub(crate) struct Known(u64);
-
-impl Hasher for Known {
-    fn write_u64(&mut self, hash: u64) {
-        self.0 = hash;
-    }
-
-    fn write(&mut self, _: &[u8]) {
-        unreachable!("keys of this map write their hash with `write_u64`");
-    }
-
-    fn finish(&self) -> u64 {
-        self.0
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::identity_hasher::IdentityBuildHasher;
 
     #[test]
     fn the_same_lock_has_the_same_hash_and_others_have_others() {

@@ -324,7 +324,6 @@ pub use self::layer::{Attached, Detached, LockLayer, Unkeyed};
 pub use self::layer_options::{OnLoss, ReleaseAt};
 pub use self::lease::{Lease, LeaseHandle, LeaseState};
 pub use self::lease_guard::LeaseGuard;
-pub(crate) use self::lock_key::IdentityBuildHasher;
 pub use self::lock_key::LockKey;
 pub use self::locks::{LockRequest, Locks};
 pub use self::multi::{MultiLease, MultiRequest};

@@ -10,8 +10,8 @@ use tokio::time::Instant;
 use super::grant::Grant;
 use super::lifo_slot::free_lifo_slot;
 use super::local_queue::Position;
-use super::lock_key::IdentityBuildHasher;
 use super::store::Token;
+use crate::identity_hasher::IdentityBuildHasher;
 
 /// The leases of one `Locks` and its clones, and when each is due.
 pub(super) struct RenewalScheduler {

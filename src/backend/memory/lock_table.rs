@@ -11,9 +11,10 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use crate::error::StoreError;
+use crate::identity_hasher::IdentityBuildHasher;
 use crate::key::Key;
 use crate::lock::store::{Acquired, Claim, Notifications, Queueing, Released, Renewal, Token};
-use crate::lock::{Cursor, ForceReleased, IdentityBuildHasher, LockHolder, LockKey, LockKind, LockPage, LockStatus};
+use crate::lock::{Cursor, ForceReleased, LockHolder, LockKey, LockKind, LockPage, LockStatus};
 
 /// More than the number of threads that would lock shards at once.
 const SHARDS: usize = 16;

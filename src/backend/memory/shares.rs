@@ -4,6 +4,8 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use crate::identity_hasher::IdentityBuildHasher;
+
 /// The number of parts. Threads wait for each other only if they change owners of the same part.
 const PARTS: usize = 16;
 
@@ -25,7 +27,7 @@ pub(super) enum NoRoom {
 
 /// How much each owner uses, by a keyed hash of its name. An owner without records takes no memory.
 pub(super) struct Shares {
-    parts: [Mutex<HashMap<u64, Amount>>; PARTS],
+    parts: [Mutex<HashMap<u64, Amount, IdentityBuildHasher>>; PARTS],
     records: AtomicUsize,
     bytes: AtomicUsize,
     room: Amount,
@@ -90,7 +92,8 @@ impl Shares {
     }
 
     /// No code panics in the middle of a change, so a poisoned part is intact.
-    fn part(&self, owner: u64) -> MutexGuard<'_, HashMap<u64, Amount>> {
+    fn part(&self, owner: u64) -> MutexGuard<'_, HashMap<u64, Amount, IdentityBuildHasher>> {
+        // The map of a part uses the other half of the hash.
         self.parts[(owner >> 32) as usize % PARTS].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
