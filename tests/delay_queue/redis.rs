@@ -19,8 +19,8 @@ use tollgate::delay_queue::store::{
     WorkerId,
 };
 use tollgate::delay_queue::{
-    Cancelled, Changed, DeadLimits, Due, Event, Job, JobId, MAX_ERROR_LEN, NewJob, Priority, Pushed, QueueError,
-    Reason, State, Unique, UniqueFor,
+    Cancelled, Changed, DeadLimits, Due, Event, Job, JobId, MAX_ERROR_LEN, NewJob, Outcome, Priority, Pushed,
+    QueueError, Reason, State, Unique, UniqueFor,
 };
 use tollgate::{BoxError, DelayQueue, DelayQueueWorker, Key, RedisBackend, RedisOptions, StoreError};
 use tower::service_fn;
@@ -200,6 +200,31 @@ async fn concurrent_pushes_share_calls() {
     let calls = scripts(&server).0 - before;
     assert!(calls < JOBS as u64 / 4, "{calls} calls");
     assert_eq!(queue.counts().await.unwrap().waiting, JOBS as u64);
+}
+
+/// The store cannot snooze a job whose record it cannot read, so the job is dead.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn unreadable_job_is_reported_as_dead() {
+    let server = Arc::new(RedisServer::start());
+    let queue = queue(&connect(&server).await);
+    queue.push("a".to_owned()).id("a").await.unwrap();
+    let damaged = Arc::clone(&server);
+    let service = service_fn(move |_: Job<String>| {
+        damaged.query::<()>("HSET tollgate:2:{delay_queue:test}:jobs a rubbish");
+        ready(Err::<(), _>(Outcome::snooze(MINUTE)))
+    });
+    let worker = DelayQueueWorker::new(queue.clone(), service);
+    let mut events = worker.events();
+    let reported = async {
+        loop {
+            match timeout(Duration::from_secs(10), events.next()).await.unwrap().unwrap() {
+                Event::Started { .. } => {}
+                event => break assert!(matches!(event, Event::Dead { reason: Reason::Undecodable, .. }), "{event:?}"),
+            }
+        }
+    };
+    worker.run_until(reported).await.unwrap();
+    assert_eq!(queue.counts().await.unwrap().dead, 1);
 }
 
 /// A record that is not a job does not block other jobs, and ends among the dead jobs.

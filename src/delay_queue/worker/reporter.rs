@@ -110,20 +110,7 @@ impl Reporter {
         let PendingAck { ack, attempt, .. } = pending;
         let id = ack.lease.id;
         self.metrics.finished(outcome);
-        if outcome == OutcomeLabel::LeaseLost {
-            tracing::warn!(queue = %self.queue, job = %id, "a job ended after its lease was lost");
-        }
-        if outcome == OutcomeLabel::Dead {
-            let (reason, error) = match &ack.kind {
-                AckKind::Dead { reason, error } => (*reason, &**error),
-                AckKind::Retry { error, .. } => (Reason::Failed, &**error),
-                AckKind::Done | AckKind::Cancelled | AckKind::Snooze { .. } | AckKind::Release => {
-                    (Reason::Undecodable, "")
-                }
-            };
-            self.notices.died(&id, attempt, reason, error, now);
-        }
-        self.events.send(|| match (outcome, ack.kind) {
+        let event = match (outcome, ack.kind) {
             (OutcomeLabel::LeaseLost, _) => Event::LeaseLost { id },
             (OutcomeLabel::Cancelled, _) | (_, AckKind::Cancelled) => Event::Cancelled { id },
             (_, AckKind::Dead { reason, error }) => Event::Dead { id, reason, error },
@@ -134,7 +121,15 @@ impl Reporter {
             (_, AckKind::Snooze { delay }) => Event::Snoozed { id, delay },
             (_, AckKind::Release) => Event::Released { id },
             (_, AckKind::Done) => Event::Done { id },
-        });
+        };
+        match &event {
+            Event::LeaseLost { id } => {
+                tracing::warn!(queue = %self.queue, job = %id, "a job ended after its lease was lost");
+            }
+            Event::Dead { id, reason, error } => self.notices.died(id, attempt, *reason, error, now),
+            _ => {}
+        }
+        self.events.send(|| event);
     }
 
     /// Reports expired leases, since their workers will not.

@@ -62,7 +62,8 @@ fn events(backend: AnyBackend) -> DelayQueue<String> {
     DelayQueue::new(backend, "events").max_attempts(12)
 }
 
-/// Runs `handle` for each event until it succeeds. It may run again after a success, so make its effects recognizable by `job.id()`.
+/// Runs `handle` for each event until it succeeds, up to 12 times. `handle` may run again after a success,
+/// so make its effects recognizable by `job.id()`.
 async fn work<F>(
     events: DelayQueue<String>,
     handle: impl Fn(Job<String>) -> F + Clone + Send + 'static,
