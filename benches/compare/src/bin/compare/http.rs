@@ -306,9 +306,10 @@ pub async fn table(run: &mut Run) {
         (
             "http-headers",
             "A server under load that reports the limits",
-            "The same with header fields in every response, which the server has to write and `wrk` has to read. `tollgate-default` is \
-             the default layer, which also puts a handle into the request and the decision into the response. `tower_governor-headers` \
-             has `use_headers()`. The time of `tollgate-redis` does not include that of Redis.",
+            "The same with header fields in every response, which the server has to write and `wrk` has to read. \
+             `tollgate-default` is the default layer, which also puts a handle into the request and the decision into \
+             the response. `tower_governor-headers` has `use_headers()`. The processor time of `tollgate-redis` does \
+             not include that of Redis.",
             "tollgate-headers",
             "tower_governor-headers",
             vec![

@@ -126,8 +126,9 @@ pub async fn tables(run: &mut Run) {
             (
                 "locks-one-thread",
                 "Locks, uncontended, with one worker thread",
-                "The same with a client runtime of one worker thread, so that each of two cores has one busy thread. Two worker threads \
-                 wake each other for a few tasks at a time, which costs both of them more than it gains.",
+                "The same with a client runtime of one worker thread, so that each of two cores has one busy thread. \
+                 With 16 tasks or more, two worker threads wake each other for a few tasks at a time, which costs \
+                 `tollgate` and `rslock` more than it gains.",
             )
         } else if is_own {
             (

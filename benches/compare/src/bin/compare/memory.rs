@@ -134,10 +134,10 @@ pub async fn table(run: &mut Run) {
     run.report.add(Table {
         name: "memory",
         title: "Decisions in memory",
-        text: "A token bucket for each of 10,000 client names, all calls allowed, by threads. `tollgate` and `governor` only allow or \
-               deny; `tollgate-decisions` returns everything that the header fields of a response need. All get a `String` that exists \
-               before, from which ours make a `Key` in each call; `tollgate-prepared` gets the `Key`. The time of a call is that of a \
-               thousand, divided.",
+        text: "A token bucket for each of 10,000 client names, all calls allowed, by threads. `tollgate` and `governor` \
+               only allow or deny; `tollgate-decisions` returns everything that the header fields of a response need. \
+               All but `tollgate-prepared` get a `String` that exists before, from which ours make a `Key` in each \
+               call. `tollgate-prepared` gets the `Key`. The time of a call is that of a thousand, divided.",
         unit: "threads",
         points: points.to_vec(),
         headline: 1,
