@@ -12,9 +12,9 @@ use crate::error::StoreError;
 
 /// When a layer or a client stops calling a failing store, and how often it probes the store.
 ///
-/// After a number of failures in a row the circuit opens. While it is open, store calls fail at once, so a hanging store does not cost each
-/// request its deadline. Once per interval one request is a probe, which does call the store (the circuit is half open). The first reply
-/// closes the circuit. The log has a line whenever the circuit opens or closes.
+/// After a number of failures in a row the circuit opens. While it is open, store calls fail at once. Once per interval one request is a
+/// probe, which does call the store (the circuit is half open). So a hanging store costs one request per interval its deadline, and not each
+/// request. The first reply closes the circuit. The log has a line whenever the circuit opens or closes.
 ///
 /// Foreign data under a key does not open the circuit, and neither does a failing [resolver](crate::rate_limit::PolicyResolver). A store
 /// that is out of memory does not open the circuit either, because it can still read.

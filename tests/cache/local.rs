@@ -5,7 +5,7 @@ use std::time::Duration;
 use redis::Commands;
 use tokio::time::{Instant, advance, sleep};
 use tollgate::cache::store::CacheStore;
-use tollgate::cache::{CacheError, Loaded};
+use tollgate::cache::{CacheError, CircuitBreaker, Loaded};
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{BoxError, Cache, MemoryBackend};
 
@@ -249,13 +249,14 @@ async fn failing_store_leaves_each_value_for_its_own_time() {
     assert!(get(own).await.is_err());
 }
 
-/// If this process cannot subscribe, hits of the store do not wait for it: without the circuit, each waits for 100 ms.
+/// If this process cannot subscribe, only the hits before the circuit opens wait for it. Without the circuit, each of them waits for 100 ms.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn hits_do_not_wait_for_failing_subscriptions() {
     let server = RedisServer::start();
     let () = server.query("ACL SETUSER default -subscribe -ssubscribe");
     let backend = patient(server.url()).await;
-    let (writer, reader) = (plain(backend.clone()), cache(backend));
+    let no_probes = CircuitBreaker::new().probe_interval(10 * MINUTE);
+    let (writer, reader) = (plain(backend.clone()), cache(backend).circuit_breaker(no_probes));
     for key in 0..300 {
         writer.set(key, 1).await.unwrap();
     }
