@@ -37,6 +37,7 @@ macro_rules! links {
             "[keys.md]: crate::guide::keys\n",
             "[keys.md#keys-that-clients-can-make-up]: crate::guide::keys#keys-that-clients-can-make-up\n",
             "[keys.md#an-ingress-controller-in-kubernetes]: crate::guide::keys#an-ingress-controller-in-kubernetes\n",
+            "[keys.md#cloudflare-in-front-of-nginx]: crate::guide::keys#cloudflare-in-front-of-nginx\n",
             "[keys.md#many-people-behind-one-address]: crate::guide::keys#many-people-behind-one-address\n",
             "[kubernetes.md#readiness-and-liveness]: crate::guide::kubernetes#readiness-and-liveness\n",
             "[kubernetes.md#terminationgraceperiodseconds]: crate::guide::kubernetes#terminationgraceperiodseconds\n",

@@ -736,8 +736,8 @@ async fn push_is_part_of_the_pipeline_of_the_caller() {
     backend.push_in(&mut pipeline, &push());
     backend.push_in(&mut pipeline, &push());
     assert_eq!(queue.counts().await.unwrap().waiting, 0);
-    let answers: Vec<Vec<i64>> = block_in_place(|| pipeline.query(&mut server.connection()).unwrap());
-    assert_eq!(answers, [[1], [0]]);
+    let answers: Vec<Vec<String>> = block_in_place(|| pipeline.query(&mut server.connection()).unwrap());
+    assert_eq!(answers, [["1"], ["0"]]);
     let job = queue.get("order:42").await.unwrap().unwrap();
     assert_eq!((job.state, queue.decode(&job).unwrap().as_str()), (State::Waiting, "order 42"));
 }
