@@ -81,7 +81,8 @@ async fn extreme_times_are_accepted_or_refused() {
     let error = zero.get_or_fill("a", load).await.unwrap_err();
     assert!(matches!(error, CacheError::Config(_)), "{error:?}");
     for (name, time) in [("century", CENTURY), ("forever", Duration::MAX)] {
-        let cache = Cache::<u32>::new(backend.clone(), name, time).stale_for(time).absent_for(time).error_for(time);
+        let cache = Cache::<u32>::new(backend.clone(), name, time).deadline(MINUTE);
+        let cache = cache.stale_for(time).absent_for(time).error_for(time);
         let times = Loaded::value(2).fresh_for(time).stale_for(time);
         assert_eq!(cache.get_or_fill("a", load).await.unwrap().as_deref(), Some(&1));
         cache.set("a", times).await.unwrap();
@@ -90,7 +91,8 @@ async fn extreme_times_are_accepted_or_refused() {
         assert_eq!(cache.get("a").await.unwrap(), None);
         let failing = async || Err::<u32, _>(BoxError::from("no"));
         assert!(cache.get_or_fill("b", failing).await.is_err());
-        let filter = ExistsFilter::new(backend.clone(), name, 10).visible_within(Duration::ZERO).ttl(time);
+        let filter = ExistsFilter::new(backend.clone(), name, 10).deadline(MINUTE);
+        let filter = filter.visible_within(Duration::ZERO).ttl(time);
         filter.rebuild(stream::iter([Ok::<_, BoxError>(1)])).await.unwrap();
         for filter in [filter.clone(), filter.clone().local_copy(time), filter.local_copy(Duration::ZERO)] {
             filter.add(2).await.unwrap();
@@ -102,7 +104,7 @@ async fn extreme_times_are_accepted_or_refused() {
     }
     server.every_key_expires();
     // A value that is fresh for no time is for its callers.
-    let cache = Cache::<u32>::new(backend, "moment", MINUTE);
+    let cache = Cache::<u32>::new(backend, "moment", MINUTE).deadline(MINUTE);
     let moment = async || Ok::<_, BoxError>(Loaded::value(1).fresh_for(Duration::ZERO));
     assert_eq!(cache.get_or_fill("a", moment).await.unwrap().as_deref(), Some(&1));
     cache.set("a", Loaded::value(2).fresh_for(Duration::ZERO)).await.unwrap();
