@@ -1,5 +1,4 @@
 use std::fmt;
-use std::future::Future;
 use std::time::Duration;
 
 use super::operation::Operation;
@@ -9,7 +8,7 @@ use super::stored_response::StoredResponse;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::store::cursor::Cursor;
-use crate::store::deadline::{Deadline, require_nonzero_deadline};
+use crate::store::deadline::call_within;
 
 /// Inspects, completes and forgets operations. For operators and their tools.
 ///
@@ -127,7 +126,7 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
     ///
     /// If the store fails.
     pub async fn inspect(&self, operation: &Operation) -> Result<Option<OperationStatus>, StoreError> {
-        self.within_deadline(self.store.inspect(operation)).await
+        call_within(self.deadline, self.store.inspect(operation)).await
     }
 
     /// Forgets an operation with its response and its checkpoint, if it is still as in `status`. The next request with its key
@@ -145,7 +144,7 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
     ///
     /// If the store fails. The operation may or may not be forgotten then. You can safely repeat the call.
     pub async fn forget(&self, status: &OperationStatus) -> Result<bool, StoreError> {
-        let is_forgotten = self.within_deadline(self.store.forget(status)).await?;
+        let is_forgotten = call_within(self.deadline, self.store.forget(status)).await?;
         if is_forgotten {
             let OperationStatus { operation, state, attempts, .. } = status;
             tracing::warn!(%operation, ?state, attempts, "operation forgotten by an administrator");
@@ -177,7 +176,7 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
     ) -> Result<bool, StoreError> {
         let response = response.into();
         let call = self.store.complete_unknown(status, &response, self.retention);
-        let is_completed = self.within_deadline(call).await?;
+        let is_completed = call_within(self.deadline, call).await?;
         if is_completed {
             let OperationStatus { operation, attempts, .. } = status;
             tracing::warn!(%operation, attempts, is_kept = response.is_kept(), "operation completed by an administrator");
@@ -198,7 +197,7 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
     /// If the store fails.
     pub async fn list(&self, from: Cursor, max: usize) -> Result<OperationPage, StoreError> {
         let call = self.store.list(self.scope.as_ref(), from, max.clamp(1, 1_000));
-        self.within_deadline(call).await
+        call_within(self.deadline, call).await
     }
 
     /// The operations with unknown outcome on a page of the [list](Self::list).
@@ -210,12 +209,6 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
         let mut page = self.list(from, max).await?;
         page.operations.retain(|status| matches!(status.state, OperationState::Unknown { .. }));
         Ok(page)
-    }
-
-    async fn within_deadline<T>(&self, call: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
-        // Check zero here, because the memory backend replies at once. So a test on it finds the error, too.
-        require_nonzero_deadline(self.deadline)?;
-        Deadline::new(call, self.deadline).await
     }
 }
 

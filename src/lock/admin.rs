@@ -7,7 +7,7 @@ use super::store::LockRegistry;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::store::cursor::Cursor;
-use crate::store::deadline::Deadline;
+use crate::store::deadline::call_within;
 
 /// Inspects locks and releases them by force: for operators, not for the service itself.
 ///
@@ -58,7 +58,7 @@ impl<B: LockRegistry + Sync> LockAdmin<B> {
         Self { store, name: name.into(), deadline: Duration::from_secs(1) }
     }
 
-    /// The longest duration of a store call. Defaults to 1 s.
+    /// The longest duration of a store call. Defaults to 1 s. With zero, each call fails.
     #[must_use]
     pub const fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
@@ -72,7 +72,7 @@ impl<B: LockRegistry + Sync> LockAdmin<B> {
     /// If the store fails.
     pub async fn inspect(&self, key: impl Into<Key>) -> Result<LockStatus, StoreError> {
         let lock = LockKey::new(self.name, key);
-        Deadline::new(self.store.inspect(&lock), self.deadline).await
+        call_within(self.deadline, self.store.inspect(&lock)).await
     }
 
     /// The held locks with this name, page by page: begin with [`Cursor::default`] and continue with [`LockPage::next`] until
@@ -86,7 +86,7 @@ impl<B: LockRegistry + Sync> LockAdmin<B> {
     ///
     /// If the store fails.
     pub async fn list(&self, from: Cursor, max: usize) -> Result<LockPage, StoreError> {
-        Deadline::new(self.store.list(&self.name, from, max.clamp(1, 1_000)), self.deadline).await
+        call_within(self.deadline, self.store.list(&self.name, from, max.clamp(1, 1_000))).await
     }
 
     /// Releases the lock of `key` by force, for a holder that hangs and cannot be stopped.
@@ -100,7 +100,7 @@ impl<B: LockRegistry + Sync> LockAdmin<B> {
     /// If the store fails. Whether the lock was released is unknown then.
     pub async fn force_release(&self, key: impl Into<Key>) -> Result<ForceReleased, StoreError> {
         let lock = LockKey::new(self.name, key);
-        let released = Deadline::new(self.store.force_release(&lock), self.deadline).await?;
+        let released = call_within(self.deadline, self.store.force_release(&lock)).await?;
         tracing::warn!(%lock, holders = released.holders, "lock released by an administrator");
         Ok(released)
     }

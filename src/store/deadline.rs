@@ -31,6 +31,15 @@ pub(crate) fn require_nonzero_deadline(deadline: Duration) -> Result<(), StoreEr
     if deadline.is_zero() { Err(StoreError::other(ConfigError::ZeroTimeout { setting: "deadline" })) } else { Ok(()) }
 }
 
+/// Makes a store call within a deadline. A deadline of zero is an error with every backend, also with one that replies at once.
+pub(crate) async fn call_within<T>(
+    deadline: Duration,
+    call: impl Future<Output = Result<T, StoreError>>,
+) -> Result<T, StoreError> {
+    require_nonzero_deadline(deadline)?;
+    Deadline::new(call, deadline).await
+}
+
 impl<F> Deadline<F> {
     pub(crate) fn new(call: F, timeout: Duration) -> Self {
         Self { call, timeout, timer: None, is_extended: false }

@@ -3,6 +3,7 @@
 use crate::support;
 
 use std::collections::HashSet;
+use std::error::Error as _;
 use std::time::{Duration, Instant};
 
 use support::cluster::Cluster;
@@ -12,7 +13,7 @@ use tokio::task::block_in_place;
 use tollgate::lock::store::{Acquired, Claim, LockStore as _, Token};
 use tollgate::lock::{Cursor, LockAdmin, LockKey};
 use tollgate::testing::FaultStore;
-use tollgate::{Locks, MemoryBackend};
+use tollgate::{ConfigError, Locks, MemoryBackend};
 
 /// Long, so that a busy machine does not fail a test.
 const DEADLINE: Duration = Duration::from_secs(5);
@@ -178,4 +179,18 @@ async fn force_release_returns_a_fence_above_all_earlier_ones() {
     assert!(matches!(granted, Acquired::Granted { fence } if fence > now + day_us), "{granted:?}");
     let released = LockAdmin::new(backend.clone(), "locks").force_release("seen").await.unwrap();
     assert!(released.fence > now + day_us, "{released:?}");
+}
+
+#[tokio::test]
+async fn zero_deadline_is_rejected_on_any_backend() {
+    let admin = LockAdmin::new(MemoryBackend::new(), "default").deadline(Duration::ZERO);
+    let errors = [
+        admin.inspect("a").await.map(drop),
+        admin.list(Cursor::default(), 10).await.map(drop),
+        admin.force_release("a").await.map(drop),
+    ];
+    for error in errors {
+        let cause = error.unwrap_err().source().and_then(|cause| cause.downcast_ref().cloned());
+        assert_eq!(cause, Some(ConfigError::ZeroTimeout { setting: "deadline" }));
+    }
 }
