@@ -29,7 +29,7 @@ async fn main() -> Result<(), BoxError> {
     let backend = tollgate::connect("redis://127.0.0.1/").await?;
     campaign(backend, "pod-7", async |fence| {
         println!("leader under fence {fence}");
-        Ok(tokio::signal::ctrl_c().await?) // the work of the leader, until the shutdown of this process
+        Ok(tokio::signal::ctrl_c().await?) // the work of the leader; in a pod, until SIGTERM
     })
     .await
 }
