@@ -13,7 +13,7 @@ type ApiClient = BoxCloneSyncService<Request<Body>, Response<Incoming>, BoxError
 
 /// A client of the API, whose calls wait for up to `wait`.
 fn client(backend: AnyBackend, wait: Duration) -> Result<ApiClient, ConfigError> {
-    // Ten per second, and 150 per minute for each of four processes. Per minute, because a share is rounded up to whole units.
+    // Ten per second for all processes together. While Redis is down, each of four processes has a quarter, 150 per minute.
     let allowed = Policy::new("their-api", Quota::per_minute(600).burst(1)?.token_bucket());
     let limit = RateLimitLayer::new(backend, allowed)
         .wait(wait)
