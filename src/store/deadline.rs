@@ -31,7 +31,7 @@ pub(crate) fn require_nonzero_deadline(deadline: Duration) -> Result<(), StoreEr
     if deadline.is_zero() { Err(StoreError::other(ConfigError::ZeroTimeout { setting: "deadline" })) } else { Ok(()) }
 }
 
-/// Makes a store call within a deadline. A deadline of zero is an error with every backend, also with one that replies at once.
+/// Makes a store call within a deadline. A deadline of zero is an error with every backend, even if the backend replies at once.
 pub(crate) async fn call_within<T>(
     deadline: Duration,
     call: impl Future<Output = Result<T, StoreError>>,

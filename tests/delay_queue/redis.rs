@@ -216,12 +216,10 @@ async fn unreadable_job_is_reported_as_dead() {
     let worker = DelayQueueWorker::new(queue.clone(), service);
     let mut events = worker.events();
     let reported = async {
-        loop {
-            match timeout(Duration::from_secs(10), events.next()).await.unwrap().unwrap() {
-                Event::Started { .. } => {}
-                event => break assert!(matches!(event, Event::Dead { reason: Reason::Undecodable, .. }), "{event:?}"),
-            }
-        }
+        let mut next = async || timeout(Duration::from_secs(10), events.next()).await.unwrap().unwrap();
+        assert!(matches!(next().await, Event::Started { .. }));
+        let event = next().await;
+        assert!(matches!(event, Event::Dead { reason: Reason::Undecodable, .. }), "{event:?}");
     };
     worker.run_until(reported).await.unwrap();
     assert_eq!(queue.counts().await.unwrap().dead, 1);

@@ -4,7 +4,7 @@ use std::time::Duration;
 use tollgate::lock::RunError;
 use tollgate::{AnyBackend, BoxError, LockError, Locks};
 
-/// Runs `lead` while this process is the leader. Ends when `lead` returns, or at the shutdown of the backend if this process waits.
+/// Runs `lead` while this process is the leader, until `lead` returns. A shutdown of the backend ends the wait for the lock.
 async fn campaign<F>(backend: AnyBackend, process: &str, lead: impl Fn(u64) -> F + Sync) -> Result<(), BoxError>
 where
     F: Future<Output = Result<(), BoxError>> + Send,

@@ -137,10 +137,10 @@ pub async fn tables(run: &mut Run) {
             "growth-keys",
             "More keys",
             "Decisions on Redis, 256 in flight, over a number of keys that all exist before. With a million keys, each \
-         round reaches other keys, in another order. A call writes a key once, even if several of its decisions are \
-         about that key, so few keys cost Redis less. From thousands of keys on, nearly every decision of a call has \
-         its own key. The ceiling is that of single decisions over 10,000 keys, at every point. More keys cost Redis \
-         more, most likely because fewer of them fit into the caches of the processor.",
+             round reaches other keys, in another order. A call writes a key once, even if several of its decisions are \
+             about that key, so few keys cost Redis less. From thousands of keys on, nearly every decision of a call has \
+             its own key. The ceiling is that of single decisions over 10,000 keys, at every point. More keys cost Redis \
+             more, most likely because fewer of them fit into the caches of the processor.",
             "keys",
         ],
         &[1, 100, 10_000, 1_000_000],

@@ -278,7 +278,7 @@ pub async fn tables(run: &mut Run) {
                 "queue-late",
                 "How late jobs are",
                 "Jobs that are due within three seconds, while a worker has no other work: the median and the 99th \
-                 percentile of their lateness, with the minimum and the maximum of the latter. `apalis-redis` has whole \
+                 percentile of their lateness. The brackets have the range of the latter. `apalis-redis` has whole \
                  seconds: its jobs are due at full seconds, and its worker polls every 50 ms.",
                 "jobs at a time",
             ],
