@@ -9,7 +9,7 @@ use std::env;
 use std::fs;
 use std::hash::BuildHasher;
 use std::io;
-use std::net::{Ipv4Addr, TcpListener};
+use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{LazyLock, Mutex};
@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 
 use redis::{Connection, FromRedisValue, RedisResult};
 use tempfile::TempDir;
+use tokio::net::TcpSocket;
 
 /// Arguments of a server that writes to disk before it replies, so that [`RedisServer::kill`] loses no data.
 pub const DURABLE: &[&str] = &["--appendonly", "yes", "--appendfsync", "always"];
@@ -312,7 +313,7 @@ fn cannot_run(error: &io::Error) -> ! {
 pub fn free_port() -> u16 {
     static HANDED_OUT: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
     let mut handed_out = HANDED_OUT.lock().expect("not poisoned");
-    let is_free = |port| !handed_out.contains(&port) && TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok();
+    let is_free = |port| !handed_out.contains(&port) && can_be_bound(port);
     let port = (0..1_000)
         .map(|_| 10_000 + (RandomState::new().hash_one(()) % 12_000) as u16)
         .find(|&port| is_free(port) && is_free(port + 10_000));
@@ -321,6 +322,14 @@ pub fn free_port() -> u16 {
     }
     drop(handed_out);
     port.expect("there is a free port")
+}
+
+/// Binds the port, but does not listen on it: a process that another test starts at this moment would inherit the listener for an instant,
+/// and the port would accept connections although no server is there.
+fn can_be_bound(port: u16) -> bool {
+    let socket = TcpSocket::new_v4().expect("a socket can be made");
+    socket.set_reuseaddr(true).expect("the option exists");
+    socket.bind((Ipv4Addr::LOCALHOST, port).into()).is_ok()
 }
 
 fn run(args: &[String], folder: &Path) -> Child {
