@@ -435,72 +435,7 @@ impl RedisBackend {
     fn on_virtual_clock(&self) -> Self {
         let prelude = include_str!("virtual_clock.lua");
         let mut scripts = Scripts::new();
-        let Scripts {
-            check,
-            check_plain,
-            check_many,
-            block,
-            lock_acquire,
-            lock_acquire_all,
-            lock_exchange,
-            lock_queue,
-            lock_renew,
-            lock_release,
-            lock_inspect,
-            lock_name,
-            lock_force_release,
-            idempotency_begin,
-            idempotency_renew,
-            idempotency_complete,
-            idempotency_release,
-            idempotency_inspect,
-            idempotency_forget,
-            idempotency_complete_unknown,
-            delay_queue_push,
-            delay_queue_claim,
-            delay_queue_extend,
-            delay_queue_get,
-            delay_queue_cancel,
-            delay_queue_reschedule,
-            delay_queue_replace,
-            delay_queue_counts,
-            delay_queue_list,
-            delay_queue_pause,
-            delay_queue_purge,
-            delay_queue_release_unique,
-            delay_queue_replay,
-            delay_queue_forget,
-            cache_claim: _,
-            cache_renew: _,
-            cache_put: _,
-            cache_release: _,
-            cache_invalidate: _,
-            cache_generation: _,
-            cache_filter_allocate: _,
-            cache_filter_begin: _,
-            cache_filter_add: _,
-            cache_filter_end: _,
-            probe: _,
-            floor: _,
-        } = &mut scripts;
-        let rate_limit_prefix = [check, check_plain, check_many, block];
-        let locking = [lock_acquire, lock_acquire_all, lock_exchange, lock_queue, lock_renew, lock_release];
-        let operations = [idempotency_begin, idempotency_renew, idempotency_complete, idempotency_release];
-        let looking = [lock_inspect, lock_name, lock_force_release];
-        let operating = [idempotency_inspect, idempotency_forget, idempotency_complete_unknown];
-        let delaying = [delay_queue_push, delay_queue_claim, delay_queue_extend, delay_queue_pause, delay_queue_purge];
-        let one_job = [delay_queue_get, delay_queue_cancel, delay_queue_reschedule, delay_queue_replace];
-        let many_jobs =
-            [delay_queue_counts, delay_queue_list, delay_queue_release_unique, delay_queue_replay, delay_queue_forget];
-        let queueing = delaying.into_iter().chain(one_job).chain(many_jobs);
-        for script in rate_limit_prefix
-            .into_iter()
-            .chain(locking)
-            .chain(looking)
-            .chain(operations)
-            .chain(operating)
-            .chain(queueing)
-        {
+        for script in scripts.each_mut() {
             *script = LuaScript::new(&format!("{prelude}\n{}", script.code()));
         }
         let super::Inner { servers, keys, auxiliary, .. } = &*self.inner;
@@ -522,7 +457,9 @@ impl RedisBackend {
         for ((key, cost), reply) in checks.iter().zip(replies) {
             decisions.push(match &*reply {
                 [] => self.check(policy, key, *cost).await?,
-                reply => rate_limit::parse_decision(reply, policy, *cost, super::scripts::CheckMode::Check)?,
+                reply => {
+                    rate_limit::parse_decision(reply, policy, *cost, super::scripts::rate_limit::CheckMode::Check)?
+                }
             });
         }
         Ok(decisions)

@@ -334,7 +334,7 @@ impl RedisBackend {
     /// Wraps connections after a check of the servers.
     async fn new(connections: Connections, peer: &Peer, keys: Keys) -> Result<Self, ConnectError> {
         let scripts = Scripts::new();
-        server_check::probe(&connections.requests, peer, &keys, &scripts.probe).await?;
+        server_check::probe(&connections.requests, peer, &keys, &scripts.server.probe).await?;
         Ok(Self::with_connections(connections, keys, scripts))
     }
 

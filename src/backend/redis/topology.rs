@@ -108,6 +108,11 @@ impl Servers {
     pub(crate) const fn is_cluster(&self) -> bool {
         matches!(self, Self::Cluster(..))
     }
+
+    /// The command for notifications. A cluster sends each PUBLISH to all of its nodes.
+    pub(crate) const fn publish_command(&self) -> &'static str {
+        if self.is_cluster() { "SPUBLISH" } else { "PUBLISH" }
+    }
 }
 
 impl Delivery<'_> {

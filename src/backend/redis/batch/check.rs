@@ -15,7 +15,8 @@ use super::deferred::DeferredWork;
 use crate::backend::redis::codec::rate_limit::encode;
 use crate::backend::redis::connection::runtime::RuntimeHandle;
 use crate::backend::redis::error::{store_error, unexpected_reply};
-use crate::backend::redis::scripts::{Group, Scripts};
+use crate::backend::redis::scripts::Scripts;
+use crate::backend::redis::scripts::rate_limit::Group;
 use crate::backend::redis::topology::Servers;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -125,7 +126,7 @@ async fn send(
         .collect();
     let answer = tokio::select! {
         biased;
-        answer = scripts.check_many.run(servers, &keys, &groups) => answer,
+        answer = scripts.rate_limit.check_many.run(servers, &keys, &groups) => answer,
         () = until_abandoned(&mut replies, |reply| reply) => return None,
     };
     let replied_at = answer.is_ok().then(Instant::now);

@@ -17,7 +17,8 @@ use super::deferred::DeferredWork;
 use crate::backend::redis::connection::runtime::RuntimeHandle;
 use crate::backend::redis::error::{store_error, unexpected_reply};
 use crate::backend::redis::keys::{Keys, LockNames};
-use crate::backend::redis::scripts::{MAX_LOCKS, Scripts};
+use crate::backend::redis::scripts::Scripts;
+use crate::backend::redis::scripts::lock::MAX_LOCKS;
 use crate::backend::redis::topology::Servers;
 use crate::error::StoreError;
 use crate::lock::LockKey;
@@ -154,12 +155,12 @@ async fn send_group(
     let names = names.to_vec();
     let reply = tokio::select! {
         biased;
-        reply = scripts.lock_exchange(servers, &names, &tokens, ttl, fences, floor) => reply,
+        reply = scripts.lock.exchange(servers, &names, &tokens, ttl, fences, floor) => reply,
         // Redis executes a batch that was sent. The task of a release repeats a release without an answer.
         () = until_abandoned(&mut group, |pending| &mut pending.reply) => return None,
     };
     if let Ok(reply) = &reply {
-        granted_fences(reply, acquisitions).for_each(|fence| scripts.granted(fence, fences));
+        granted_fences(reply, acquisitions).for_each(|fence| scripts.lock.granted(fence, fences));
     }
     answer_callers(deferred, reply, acquisitions, group).await
 }

@@ -149,7 +149,7 @@ pub(crate) async fn push(
     jobs: &[&NewJob],
 ) -> Result<Vec<Admission>, StoreError> {
     let Some(first) = jobs.first() else { return Ok(Vec::new()) };
-    let reply = scripts.delay_queue_push(servers, keys, first.priority as usize, max_jobs, &PackedJobs(jobs)).await?;
+    let reply = scripts.delay_queue.push(servers, keys, first.priority as usize, max_jobs, &PackedJobs(jobs)).await?;
     admissions(jobs, &reply).ok_or_else(|| unexpected_reply(&reply))
 }
 

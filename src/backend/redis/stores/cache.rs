@@ -34,7 +34,7 @@ impl CacheStore for RedisBackend {
 
     async fn claim(&self, key: &CacheKey, seen: &EntryId, claim: &Claim) -> Result<Claimed, StoreError> {
         let Inner { servers, keys, scripts, server_clock, .. } = &*self.inner;
-        let reply = scripts.cache_claim(servers, &keys.cache(key), seen, claim).await?;
+        let reply = scripts.cache.claim(servers, &keys.cache(key), seen, claim).await?;
         let Some([state, ms, now_ms]) = numbers(&reply) else { return Err(unexpected_reply(&reply)) };
         server_clock.set(now_ms);
         let time = Duration::from_millis(ms);
@@ -50,7 +50,7 @@ impl CacheStore for RedisBackend {
 
     async fn renew(&self, key: &CacheKey, claim: &Claim) -> Result<bool, StoreError> {
         let Inner { keys, scripts, auxiliary, .. } = &*self.inner;
-        is_done(&scripts.cache_renew(auxiliary.dedicated(), &keys.cache(key), claim).await?)
+        is_done(&scripts.cache.renew(auxiliary.dedicated(), &keys.cache(key), claim).await?)
     }
 
     async fn put(&self, key: &CacheKey, token: &Token, entry: &NewEntry) -> Result<bool, StoreError> {
@@ -59,7 +59,7 @@ impl CacheStore for RedisBackend {
 
     async fn release(&self, key: &CacheKey, token: &Token, mark: Option<Mark>) -> Result<bool, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        is_done(&scripts.cache_release(servers, &keys.cache(key), token, mark).await?)
+        is_done(&scripts.cache.release(servers, &keys.cache(key), token, mark).await?)
     }
 
     async fn set(&self, key: &CacheKey, token: &Token, entry: &NewEntry) -> Result<(), StoreError> {
@@ -68,12 +68,12 @@ impl CacheStore for RedisBackend {
 
     async fn invalidate(&self, key: &CacheKey) -> Result<(), StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        scripts.cache_invalidate(servers, &keys.cache(key), true).await.map(drop)
+        scripts.cache.invalidate(servers, &keys.cache(key), true).await.map(drop)
     }
 
     async fn expire(&self, key: &CacheKey) -> Result<(), StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        scripts.cache_invalidate(servers, &keys.cache(key), false).await.map(drop)
+        scripts.cache.invalidate(servers, &keys.cache(key), false).await.map(drop)
     }
 
     async fn generation(&self, tag: &CacheKey) -> Result<Option<Token>, StoreError> {
@@ -88,7 +88,7 @@ impl CacheStore for RedisBackend {
 
     async fn ensure_generation(&self, tag: &CacheKey, new: &Token, ttl: Duration) -> Result<Token, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        let reply = scripts.cache_generation(servers, &keys.generation(tag), new, ttl).await?;
+        let reply = scripts.cache.generation(servers, &keys.generation(tag), new, ttl).await?;
         let Value::BulkString(bytes) = &reply else { return Err(unexpected_reply(&reply)) };
         Token::from_bytes(bytes).ok_or_else(|| unexpected_reply(&reply))
     }
@@ -122,7 +122,7 @@ impl RedisBackend {
         entry: &NewEntry,
     ) -> Result<bool, StoreError> {
         let Inner { servers, keys, scripts, server_clock, .. } = &*self.inner;
-        let reply = scripts.cache_put(servers, &keys.cache(key), token, is_load, entry).await?;
+        let reply = scripts.cache.put(servers, &keys.cache(key), token, is_load, entry).await?;
         let Some([stored, now_ms]) = numbers(&reply) else { return Err(unexpected_reply(&reply)) };
         server_clock.set(now_ms);
         Ok(stored == 1)

@@ -67,7 +67,7 @@ impl DelayQueueStore for RedisBackend {
             let packed_finishes = PackedFinishes::new(part);
             // Only the last call claims.
             let claim = Claim { limit: if rest.is_empty() { claim.limit.min(MAX_BATCH) } else { 0 }, ..*claim };
-            let reply = scripts.delay_queue_claim(servers, &keys, &claim, &packed_finishes, timeout).await;
+            let reply = scripts.delay_queue.claim(servers, &keys, &claim, &packed_finishes, timeout).await;
             let reply = reply.map_err(|error| {
                 // Earlier calls may have finished jobs, and a script may have finished some before it met foreign data.
                 if answers.is_empty() && !error.is_foreign_data() { error } else { error.in_doubt() }
@@ -92,7 +92,7 @@ impl DelayQueueStore for RedisBackend {
         let mut extended = Vec::with_capacity(leases.len());
         for leases in leases.chunks(MAX_BATCH) {
             let packed_leases: Vec<_> = leases.iter().map(pack_lease).collect();
-            let reply = scripts.delay_queue_extend(auxiliary.dedicated(), &keys, lease, &packed_leases).await?;
+            let reply = scripts.delay_queue.extend(auxiliary.dedicated(), &keys, lease, &packed_leases).await?;
             for answer in array(&reply, leases.len())? {
                 extended.push(match answer {
                     Value::Int(0) => Extended::Lost,
@@ -112,7 +112,7 @@ impl DelayQueueStore for RedisBackend {
     }
 
     async fn get(&self, queue: &QueueKey, id: &JobId) -> Result<Option<StoredJob>, StoreError> {
-        let reply = self.control(queue, &self.inner.scripts.delay_queue_get, id.as_bytes()).await?;
+        let reply = self.control(queue, &self.inner.scripts.delay_queue.get, id.as_bytes()).await?;
         match &reply {
             Value::Array(values) => match values.as_slice() {
                 [] => Ok(None),
@@ -128,7 +128,7 @@ impl DelayQueueStore for RedisBackend {
 
     async fn cancel(&self, queue: &QueueKey, id: &JobId, keeps_unique: bool) -> Result<Cancelled, StoreError> {
         match self
-            .control(queue, &self.inner.scripts.delay_queue_cancel, (id.as_bytes(), u8::from(keeps_unique)))
+            .control(queue, &self.inner.scripts.delay_queue.cancel, (id.as_bytes(), u8::from(keeps_unique)))
             .await?
         {
             Value::Int(0) => Ok(Cancelled::Missing),
@@ -140,15 +140,15 @@ impl DelayQueueStore for RedisBackend {
     }
 
     async fn reschedule(&self, queue: &QueueKey, id: &JobId, due: Due) -> Result<Changed, StoreError> {
-        changed(&self.control(queue, &self.inner.scripts.delay_queue_reschedule, (id.as_bytes(), when(due))).await?)
+        changed(&self.control(queue, &self.inner.scripts.delay_queue.reschedule, (id.as_bytes(), when(due))).await?)
     }
 
     async fn replace(&self, queue: &QueueKey, id: &JobId, payload: &[u8]) -> Result<Changed, StoreError> {
-        changed(&self.control(queue, &self.inner.scripts.delay_queue_replace, (id.as_bytes(), payload)).await?)
+        changed(&self.control(queue, &self.inner.scripts.delay_queue.replace, (id.as_bytes(), payload)).await?)
     }
 
     async fn counts(&self, queue: &QueueKey) -> Result<Counts, StoreError> {
-        let reply = self.control(queue, &self.inner.scripts.delay_queue_counts, None::<u64>).await?;
+        let reply = self.control(queue, &self.inner.scripts.delay_queue.counts, None::<u64>).await?;
         let numbers: Option<Vec<i64>> = array(&reply, 6)?
             .iter()
             .map(|value| match value {
@@ -185,18 +185,18 @@ impl DelayQueueStore for RedisBackend {
         // The script counts in doubles, which are exact up to this number.
         let skip = skip.min(1 << 53);
         let reply =
-            self.control(queue, &self.inner.scripts.delay_queue_list, (index, skip, limit.min(MAX_BATCH))).await?;
+            self.control(queue, &self.inner.scripts.delay_queue.list, (index, skip, limit.min(MAX_BATCH))).await?;
         let Value::Array(values) = &reply else { return Err(unexpected_reply(&reply)) };
         Ok(stored_jobs(values, state))
     }
 
     async fn pause(&self, queue: &QueueKey, is_paused: bool) -> Result<(), StoreError> {
-        self.control(queue, &self.inner.scripts.delay_queue_pause, u8::from(is_paused)).await.map(drop)
+        self.control(queue, &self.inner.scripts.delay_queue.pause, u8::from(is_paused)).await.map(drop)
     }
 
     async fn purge(&self, queue: &QueueKey, limit: usize, keeps_unique: bool) -> Result<usize, StoreError> {
         match self
-            .control(queue, &self.inner.scripts.delay_queue_purge, (limit.min(MAX_BATCH), u8::from(keeps_unique)))
+            .control(queue, &self.inner.scripts.delay_queue.purge, (limit.min(MAX_BATCH), u8::from(keeps_unique)))
             .await?
         {
             Value::Int(removed @ 0..) => Ok(removed as usize),
@@ -205,18 +205,18 @@ impl DelayQueueStore for RedisBackend {
     }
 
     async fn release_unique(&self, queue: &QueueKey, key: &Key) -> Result<bool, StoreError> {
-        match self.control(queue, &self.inner.scripts.delay_queue_release_unique, key.as_bytes()).await? {
+        match self.control(queue, &self.inner.scripts.delay_queue.release_unique, key.as_bytes()).await? {
             Value::Int(was_held @ 0..=1) => Ok(was_held == 1),
             reply => Err(unexpected_reply(&reply)),
         }
     }
 
     async fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
-        self.each(queue, &self.inner.scripts.delay_queue_replay, ids).await
+        self.each(queue, &self.inner.scripts.delay_queue.replay, ids).await
     }
 
     async fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
-        self.each(queue, &self.inner.scripts.delay_queue_forget, ids).await
+        self.each(queue, &self.inner.scripts.delay_queue.forget, ids).await
     }
 
     fn reach(&self) -> Reach {
@@ -240,7 +240,7 @@ impl RedisBackend {
         args: impl redis::ToRedisArgs,
     ) -> Result<Value, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        scripts.delay_queue_control(servers, &keys.delay_queue(queue), script, args).await
+        scripts.delay_queue.control(servers, &keys.delay_queue(queue), script, args).await
     }
 
     async fn each(&self, queue: &QueueKey, script: &LuaScript, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
@@ -287,7 +287,7 @@ impl RedisBackend {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let PreparedPush { queue, job, max_jobs } = job;
         let jobs = [job];
-        let command = scripts.delay_queue_push_command(
+        let command = scripts.delay_queue.push_command(
             servers,
             &keys.delay_queue(queue),
             job.priority as usize,

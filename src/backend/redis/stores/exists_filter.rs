@@ -54,7 +54,7 @@ impl ExistsFilterStore for RedisBackend {
 
     async fn allocate(&self, filter: &Key, version: &Token, layout: &Layout) -> Result<bool, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        is_done(&scripts.cache_filter_allocate(servers, &keys.filter_bits(filter, version), layout).await?)
+        is_done(&scripts.exists_filter.allocate(servers, &keys.filter_bits(filter, version), layout).await?)
     }
 
     async fn begin_build(
@@ -70,14 +70,14 @@ impl ExistsFilterStore for RedisBackend {
         let (seen, since) = (encode_ids(seen), encode_ids(&since));
         let bits = keys.filter_bits(filter, version);
         let names: [&str; 3] = [&names.versions, &bits, names.building()];
-        is_done(&scripts.cache_filter_begin(servers, names, (&seen, &since), ttl).await?)
+        is_done(&scripts.exists_filter.begin(servers, names, (&seen, &since), ttl).await?)
     }
 
     async fn add_bits(&self, filter: &Key, seen: &VersionIds, bits: &NewBits) -> Result<Added, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let names = Names::new(keys, filter, seen);
         let names: [&str; 3] = [&names.versions, names.active(), names.building()];
-        let reply = scripts.cache_filter_add(servers, names, &encode_ids(seen), bits).await?;
+        let reply = scripts.exists_filter.add(servers, names, &encode_ids(seen), bits).await?;
         match numbers::<3>(&reply) {
             Some([0, ..]) => Ok(Added::Changed),
             Some([1, active, building]) => Ok(Added::Done { active: active == 1, building: building == 1 }),
@@ -97,7 +97,7 @@ impl ExistsFilterStore for RedisBackend {
         let names = Names::new(keys, filter, seen);
         let (seen, ended) = (encode_ids(seen), encode_ids(&seen.after_build(is_complete)));
         let names: [&str; 3] = [&names.versions, names.building(), names.active()];
-        is_done(&scripts.cache_filter_end(servers, names, (&seen, &ended), is_complete, ttl).await?)
+        is_done(&scripts.exists_filter.end(servers, names, (&seen, &ended), is_complete, ttl).await?)
     }
 
     fn reach(&self) -> Reach {

@@ -24,7 +24,7 @@ impl IdempotencyStore for RedisBackend {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let record = keys.idempotency(operation);
         let (records, max) = self.bound(&record, operation, claim);
-        let reply = scripts.idempotency_begin(servers, [&record, &records], claim, max).await?;
+        let reply = scripts.idempotency.begin(servers, [&record, &records], claim, max).await?;
         begun(&reply).ok_or_else(|| unexpected_reply(&reply))
     }
 
@@ -37,7 +37,8 @@ impl IdempotencyStore for RedisBackend {
         let Inner { keys, scripts, auxiliary, .. } = &*self.inner;
         is_done(
             &scripts
-                .idempotency_renew(auxiliary.dedicated(), &keys.idempotency(operation), claim, body_fingerprint, None)
+                .idempotency
+                .renew(auxiliary.dedicated(), &keys.idempotency(operation), claim, body_fingerprint, None)
                 .await?,
         )
     }
@@ -51,7 +52,7 @@ impl IdempotencyStore for RedisBackend {
     ) -> Result<bool, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let record = keys.idempotency(operation);
-        is_done(&scripts.idempotency_renew(servers, &record, claim, body_fingerprint, Some(checkpoint)).await?)
+        is_done(&scripts.idempotency.renew(servers, &record, claim, body_fingerprint, Some(checkpoint)).await?)
     }
 
     async fn complete(
@@ -64,7 +65,7 @@ impl IdempotencyStore for RedisBackend {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let (record, channel) = (keys.idempotency(operation), keys.done(operation));
         let publish = (self.publish(), &*channel);
-        is_done(&scripts.idempotency_complete(servers, &record, token, completion, publish).await?)
+        is_done(&scripts.idempotency.complete(servers, &record, token, completion, publish).await?)
     }
 
     async fn release(&self, operation: &Operation, claim: &Claim) -> Result<bool, StoreError> {
@@ -73,7 +74,7 @@ impl IdempotencyStore for RedisBackend {
         let (records, max) = self.bound(&record, operation, claim);
         let publish = (self.publish(), &*channel);
         let release = |records, max| {
-            scripts.idempotency_release(auxiliary.dedicated(), [&record, records], &claim.token, max, publish)
+            scripts.idempotency.release(auxiliary.dedicated(), [&record, records], &claim.token, max, publish)
         };
         let reply = match release(&records, max).await {
             // While the slot moves, a node may have only one of the keys. The record matters; the count corrects itself at the
@@ -124,7 +125,7 @@ fn share(max: u64) -> u64 {
 impl IdempotencyRegistry for RedisBackend {
     async fn inspect(&self, operation: &Operation) -> Result<Option<OperationStatus>, StoreError> {
         let Inner { keys, scripts, auxiliary, .. } = &*self.inner;
-        let reply = scripts.idempotency_inspect(auxiliary.dedicated(), &keys.idempotency(operation)).await?;
+        let reply = scripts.idempotency.inspect(auxiliary.dedicated(), &keys.idempotency(operation)).await?;
         status(operation, &reply).ok_or_else(|| unexpected_reply(&reply))
     }
 
@@ -133,7 +134,7 @@ impl IdempotencyRegistry for RedisBackend {
         let OperationStatus { operation, state, fence, .. } = status;
         let (record, channel) = (keys.idempotency(operation), keys.done(operation));
         let (found, publish) = ((number_of(*state), *fence), (self.publish(), &*channel));
-        is_done(&scripts.idempotency_forget(auxiliary.dedicated(), &record, found, publish).await?)
+        is_done(&scripts.idempotency.forget(auxiliary.dedicated(), &record, found, publish).await?)
     }
 
     async fn complete_unknown(
@@ -150,7 +151,7 @@ impl IdempotencyRegistry for RedisBackend {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let (record, channel) = (keys.idempotency(operation), keys.done(operation));
         let (found, kept, publish) = ((number_of(*state), *fence), (response, retention), (self.publish(), &*channel));
-        is_done(&scripts.idempotency_complete_unknown(servers, &record, found, kept, publish).await?)
+        is_done(&scripts.idempotency.complete_unknown(servers, &record, found, kept, publish).await?)
     }
 
     async fn list(&self, scope: Option<&Key>, from: Cursor, max: usize) -> Result<OperationPage, StoreError> {

@@ -9,7 +9,8 @@ use crate::backend::redis::batch::lock::{LockBatcher, acquired};
 use crate::backend::redis::cluster::slot;
 use crate::backend::redis::connection::subscriber::{Interest, Subscriber};
 use crate::backend::redis::error::{is_refused_for_now, store_error, unexpected_reply};
-use crate::backend::redis::scripts::{MAX_RENEWALS, Reply, lock_kind, publish};
+use crate::backend::redis::scripts::Reply;
+use crate::backend::redis::scripts::lock::{MAX_RENEWALS, lock_kind};
 use crate::backend::redis::topology::Delivery;
 use crate::backend::redis::{Inner, RedisBackend};
 use crate::error::StoreError;
@@ -39,7 +40,7 @@ impl LockStore for RedisBackend {
         let replicas = wanted.first().map(|(_, claim)| claim.replicas).unwrap_or_default();
         let leases: Vec<_> = wanted.iter().map(|(lock, _)| keys.lease(lock)).collect();
         let leases: Vec<_> = leases.iter().map(String::as_str).collect();
-        let reply = match scripts.lock_acquire_all(self.way_to_grant(replicas), &leases, wanted).await? {
+        let reply = match scripts.lock.acquire_all(self.way_to_grant(replicas), &leases, wanted).await? {
             Reply::Replied(reply) => reply,
             Reply::Insufficient(replicas) => return Ok(vec![Acquired::NotReplicated { replicas }; wanted.len()]),
         };
@@ -107,7 +108,7 @@ impl LockStore for RedisBackend {
 
     async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
         let Inner { keys, scripts, auxiliary, .. } = &*self.inner;
-        scripts.lock_name(&auxiliary.dedicated, [&keys.lease(lock), &keys.names(lock)], token, name).await.map(drop)
+        scripts.lock.name(&auxiliary.dedicated, [&keys.lease(lock), &keys.names(lock)], token, name).await.map(drop)
     }
 
     async fn request_release(&self, lock: &LockKey) -> Result<(), StoreError> {
@@ -142,7 +143,7 @@ impl LockStore for RedisBackend {
 
 impl RedisBackend {
     pub(crate) fn publish(&self) -> &'static str {
-        publish(&self.inner.auxiliary.dedicated)
+        self.inner.auxiliary.dedicated.publish_command()
     }
 
     /// The batches of concurrent calls.
@@ -160,11 +161,11 @@ impl RedisBackend {
         let (lease, way) = (keys.lease(lock), self.way_to_grant(claim.replicas));
         let is_plain = claim.queueing == Queueing::Bypass && claim.kind != LockKind::ReadWrite;
         let reply = if is_plain {
-            scripts.lock_acquire(way, &lease, claim).await?
+            scripts.lock.acquire(way, &lease, claim).await?
         } else {
             let [queue, positions] = keys.queue(lock);
             let channel = keys.free_channel(lock);
-            scripts.lock_queue(way, [&lease, &queue, &positions, &channel], claim, self.publish()).await?
+            scripts.lock.queue(way, [&lease, &queue, &positions, &channel], claim, self.publish()).await?
         };
         match reply {
             Reply::Insufficient(replicas) => Ok(Acquired::NotReplicated { replicas }),
@@ -179,7 +180,7 @@ impl RedisBackend {
         let Inner { keys, scripts, auxiliary, .. } = &*self.inner;
         let (lease, channel, [queue, positions]) = (keys.lease(lock), keys.free_channel(lock), keys.queue(lock));
         let names = [&lease, &queue, &positions].map(String::as_str);
-        let release = |names| scripts.lock_release(&auxiliary.dedicated, names, token, &channel, self.publish());
+        let release = |names| scripts.lock.release(&auxiliary.dedicated, names, token, &channel, self.publish());
         let reply = match release(&names).await {
             // While the slot moves, this releases only the lease. Queued waiters notice it when they poll, once a second.
             Err(error) if is_refused_for_now(&error) => release(&names[..1]).await,
@@ -218,7 +219,7 @@ impl RedisBackend {
         } else {
             Delivery::Plain(&auxiliary.dedicated)
         };
-        let Reply::Replied(reply) = scripts.lock_renew(way, &leases, &tokens).await? else {
+        let Reply::Replied(reply) = scripts.lock.renew(way, &leases, &tokens).await? else {
             return Err(StoreError::unavailable("too few replicas know that leases were renewed"));
         };
         let renewed = numbers(&reply).filter(|renewed| renewed.len() == renewals.len());

@@ -6,7 +6,7 @@ use futures_util::future::try_join_all;
 use redis::Value;
 
 use crate::backend::redis::error::{store_error, unexpected_reply};
-use crate::backend::redis::scripts::lock_kind;
+use crate::backend::redis::scripts::lock::lock_kind;
 use crate::backend::redis::topology::Servers;
 use crate::backend::redis::{Inner, RedisBackend};
 use crate::error::StoreError;
@@ -18,15 +18,15 @@ impl LockRegistry for RedisBackend {
     async fn inspect(&self, lock: &LockKey) -> Result<LockStatus, StoreError> {
         let Inner { keys, scripts, auxiliary, .. } = &*self.inner;
         let (lease, names) = (keys.lease(lock), keys.names(lock));
-        let reply = scripts.lock_inspect(auxiliary.dedicated(), [&lease, &names], LockStatus::MAX_HOLDERS).await?;
+        let reply = scripts.lock.inspect(auxiliary.dedicated(), [&lease, &names], LockStatus::MAX_HOLDERS).await?;
         status(lock, &reply).ok_or_else(|| unexpected_reply(&reply))
     }
 
     async fn force_release(&self, lock: &LockKey) -> Result<ForceReleased, StoreError> {
         let Inner { keys, scripts, auxiliary, .. } = &*self.inner;
-        let publish = if auxiliary.dedicated().is_cluster() { "SPUBLISH" } else { "PUBLISH" };
+        let publish = auxiliary.dedicated().publish_command();
         let (lease, channel) = (keys.lease(lock), keys.free_channel(lock));
-        let reply = scripts.lock_force_release(auxiliary.dedicated(), &lease, &channel, publish).await?;
+        let reply = scripts.lock.force_release(auxiliary.dedicated(), &lease, &channel, publish).await?;
         let released = match &reply {
             Value::Array(values) => match values.as_slice() {
                 [holders, fence] => number(holders).zip(number(fence)),
@@ -35,7 +35,7 @@ impl LockRegistry for RedisBackend {
             _ => None,
         };
         let (holders, fence) = released.ok_or_else(|| unexpected_reply(&reply))?;
-        scripts.floor.raise(fence, 1);
+        scripts.lock.floor.raise(fence, 1);
         Ok(ForceReleased { holders: holders as usize, fence })
     }
 

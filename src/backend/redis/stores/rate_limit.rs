@@ -8,7 +8,7 @@ use crate::backend::redis::batch::check::Reply;
 use crate::backend::redis::codec::rate_limit;
 use crate::backend::redis::codec::rate_limit::encode;
 use crate::backend::redis::error::{store_error, unexpected_reply};
-use crate::backend::redis::scripts::{CheckMode, Descriptor};
+use crate::backend::redis::scripts::rate_limit::{CheckMode, Descriptor};
 use crate::backend::redis::{Inner, RedisBackend};
 use crate::error::StoreError;
 use crate::key::Key;
@@ -31,7 +31,7 @@ impl RedisBackend {
         let keys = keys.rate_limit(policy, key);
         let descriptor = descriptor(policy, &keys, as_change(cost));
         // Boxed to keep the fast path's future small.
-        let reply = Box::pin(scripts.rate_limit_check(servers, verb, &[descriptor])).await?;
+        let reply = Box::pin(scripts.rate_limit.check(servers, verb, &[descriptor])).await?;
         parse_decision(text(&reply)?, policy, cost, verb)
     }
 
@@ -48,7 +48,7 @@ impl RedisBackend {
             }
         }
         let counts = keys.counts(policy, key);
-        let reply = scripts.rate_limit_check_plain(servers, &counts, cost, policy.encoded_limits(encode)).await;
+        let reply = scripts.rate_limit.check_plain(servers, &counts, cost, policy.encoded_limits(encode)).await;
         drop(permit);
         Ok(Reply::from_slice(text(&reply?)?))
     }
@@ -128,7 +128,7 @@ impl RateLimitStore for RedisBackend {
         {
             return one_after_the_other(self, requests, |charges| self.refund(charges)).await;
         }
-        let reply = scripts.rate_limit_check(servers, CheckMode::Check, &descriptors).await?;
+        let reply = scripts.rate_limit.check(servers, CheckMode::Check, &descriptors).await?;
         let replies = match &reply {
             redis::Value::Array(replies) if replies.len() == requests.len() => replies.as_slice(),
             _ => return Err(unexpected_reply(&reply)),
@@ -153,14 +153,14 @@ impl RateLimitStore for RedisBackend {
         // No charge is larger than this, so nothing is lost.
         let max = Quota::MAX_UNITS as i64;
         let descriptor = descriptor(policy, &keys, change.clamp(-max, max));
-        scripts.rate_limit_check(servers, CheckMode::Settle(receipt), &[descriptor]).await.map(drop)
+        scripts.rate_limit.check(servers, CheckMode::Settle(receipt), &[descriptor]).await.map(drop)
     }
 
     async fn block(&self, policy: &Policy, key: &Key, time: Duration) -> Result<(), StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
         let block_us = time.min(Quota::MAX_WINDOW).as_micros() as u64;
-        scripts.rate_limit_block(servers, &keys[0], block_us, policy.encoded_limits(encode)).await
+        scripts.rate_limit.block(servers, &keys[0], block_us, policy.encoded_limits(encode)).await
     }
 
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
