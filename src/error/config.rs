@@ -221,20 +221,16 @@ impl fmt::Display for ConfigError {
                 write!(f, "an entry with {tags} tags has too many: at most {max} are allowed")
             }
             Self::TooFewStores { stores, min } => write!(f, "{stores} stores are too few: at least {min} are required"),
-            Self::NotByQuorum => {
-                f.write_str("a Redlock supports neither fair locks nor read/write locks nor semaphores")
-            }
+            Self::NotByQuorum => f.write_str("a Redlock has no fair locks, read/write locks or semaphores"),
             Self::DelayOutOfRange { delay, max } => {
                 let days = max.as_secs() / 86_400;
                 write!(f, "a delay or unique-key time of {delay:?} is longer than {max:?} ({days} days)")
             }
             Self::EmptyJobId => f.write_str("the id of the job is empty"),
-            Self::OtherQueue { queue, other } => {
-                write!(
-                    f,
-                    "a push of the queue `{other}` cannot be made by the queue `{queue}`: they differ in name, backend or number of partitions"
-                )
-            }
+            Self::OtherQueue { queue, other } => write!(
+                f,
+                "a push of the queue `{other}` cannot be made by the queue `{queue}`: they differ in name, backend or number of partitions"
+            ),
             Self::InvalidSchedule { reason } => write!(f, "the schedule is not valid: {reason}"),
             Self::ReachTooSmall { needed, has } => {
                 write!(f, "this backend coordinates {has}, but {needed} must be coordinated")
