@@ -1,14 +1,14 @@
--- cache_filter_add: set the bits of keys in the active version of an exists filter, and in the version that is built.
+-- cache_filter_add: set the bits of keys in the active version of an exists filter, and in the unfinished version.
 --
 -- Includes cache_filter_header
 -- KEYS[1]  versions     string                            prefix:2:{cache_filter:<filter>}:versions
 -- KEYS[2]  active       the active version                prefix:2:{cache_filter:<filter>}:bits:<version>
--- KEYS[3]  building     the version that is built. Each of the two is versions again if there is none
+-- KEYS[3]  building     the unfinished version. Each of the two is versions again if there is none
 -- ARGV[1]  seen         value of versions that the caller has seen
 -- ARGV[2]  in_active    for each key: 4 bytes number of its block, 32 bytes block with only its bits. At most 128 keys
 -- ARGV[3]  in_building  likewise
 -- ARGV[4]  ttl_ms       how long the active version is kept from now on
--- ARGV[5]  build_ms     how long the version that is built is kept from now on, 0 to leave its expiry
+-- ARGV[5]  build_ms     how long the unfinished version is kept from now on, 0 to leave its expiry
 -- ARGV[6]  keep_ms      how long versions is kept from now on, longer than each version
 --
 -- Returns  {1, active, building}: the bits are set in the versions with 1, and those with 0 are not intact | {0, 0, 0}: versions has

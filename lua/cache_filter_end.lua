@@ -2,7 +2,7 @@
 --
 -- Includes cache_filter_header
 -- KEYS[1]  versions     string                            prefix:2:{cache_filter:<filter>}:versions
--- KEYS[2]  bits         the version that is built         prefix:2:{cache_filter:<filter>}:bits:<version>
+-- KEYS[2]  bits         the unfinished version              prefix:2:{cache_filter:<filter>}:bits:<version>
 -- KEYS[3]  old          the active version, or versions again for none
 -- ARGV[1]  seen         value of versions that the caller has seen
 -- ARGV[2]  ended        new value of versions, empty for none

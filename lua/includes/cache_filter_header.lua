@@ -3,7 +3,7 @@
 -- Value    bits: 4 bytes TGEF, 1 byte format 1, 1 byte B while it is built or R when it is active, 2 bytes 0, 4 bytes number of blocks,
 --          16 bytes seed, 7 bytes number of keys that set a bit, 7 bytes number of set bits, 7 bytes time of becoming active in ms of the
 --          server's clock, zeros up to 64 bytes, blocks of 32 bytes. Numbers have their lowest byte first
---          versions: 1 byte format 1, 16 bytes id of the active version, 16 bytes id of the version that is built. Zeros for none.
+--          versions: 1 byte format 1, 16 bytes id of the active version, 16 bytes id of the unfinished version. Zeros for none.
 --          Without versions it is missing, or 1 byte format 1, 7 bytes time in ms at which an addition found it missing
 
 -- Returns the number of blocks of a version, and then the numbers of keys and set bits. Returns nothing if it is missing or damaged.

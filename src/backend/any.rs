@@ -181,8 +181,9 @@ impl AnyBackend {
         }
     }
 
-    /// Closes everything that was made from this backend in this process, waits for it, and returns what was left: see
-    /// [`backend`](crate::backend#shutdown). Takes no longer than `deadline`, also while Redis does not answer.
+    /// Closes the workers, locks, caches and idempotency layers that were made from this backend in this process, and waits for their work.
+    /// Returns the work that is left: see [`backend`](crate::backend#shutdown). Takes no longer than `deadline`, also while Redis does not
+    /// answer.
     ///
     /// ```
     /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {

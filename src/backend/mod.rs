@@ -69,11 +69,12 @@
 //! While Redis is down, the call takes no longer than its deadline either. At the deadline it returns and stops nothing: leftover work
 //! continues until the process ends. The [`ShutdownReport`] has the number of each kind.
 //!
-//! The shutdown cancels no work under a lock. End endless work, such as that of a leader, by your own signal: otherwise its lease is left at
-//! the deadline.
+//! The shutdown cancels no work under a lock. End endless work, such as that of a leader, by your own signal: otherwise its lease is still
+//! held at the deadline.
 //!
-//! A running job whose lock is refused is snoozed, and the attempt does not count. Locks and workers that you make from the backend
-//! afterwards are closed from the beginning. A closed backend does not open again. A further call waits again.
+//! If a running job cannot get its lock because of the shutdown, the worker snoozes it, and the attempt does not count. Locks
+//! and workers that you make from the backend afterwards are closed from the beginning. A closed backend does not open again. A further
+//! call waits again.
 //!
 //! The shutdown reaches through wrappers such as [`DenyCache`](crate::DenyCache). A [`Redlock`](crate::lock::Redlock) is closed by the
 //! shutdown of any of its backends. Other backends, and other processes on the same Redis, are not affected. For the held units of a

@@ -31,7 +31,7 @@ pub(super) struct Flights<T> {
 struct Flight<T> {
     // `None` until the load has ended.
     outcome: watch::Sender<Option<Outcome<T>>>,
-    // Goes on without callers: in the background, or because only the entry is left to be stored.
+    // Whether the load goes on without callers: it runs in the background, or its loader has returned and only its result must be stored.
     runs_without_callers: Arc<AtomicBool>,
     tags: Vec<Key>,
 }
@@ -61,8 +61,8 @@ impl<T> Flights<T> {
 }
 
 impl<T: Send + Sync + 'static> Flights<T> {
-    /// Joins the load of a key, or starts `load` in a task of `tasks`. Without callers the load is cancelled, and then `cancel` runs,
-    /// unless `runs_without_callers`.
+    /// Joins the load of a key, or starts `load` in a task of `tasks`. Unless `runs_without_callers` is set, the load is cancelled when its
+    /// last caller has gone, and then `cancel` runs.
     pub(super) fn join_or_start<L, C>(
         self: &Arc<Self>,
         tasks: &Mutex<JoinSet<()>>,
@@ -83,7 +83,7 @@ impl<T: Send + Sync + 'static> Flights<T> {
         if self.is_closed.load(Ordering::Acquire) {
             return Err(CacheError::Closed);
         }
-        let (outcome, ticket) = watch::channel(None);
+        let (outcome, receiver) = watch::channel(None);
         let flight = Arc::new(Flight { outcome, runs_without_callers, tags: tags.to_vec() });
         running.insert(key, Arc::clone(&flight));
         let counted = Counted::new(Arc::clone(self));
@@ -110,11 +110,11 @@ impl<T: Send + Sync + 'static> Flights<T> {
             drop(counted);
         };
         tasks.spawn(task.instrument(Span::current()));
-        Ok(LoadWaiter(ticket))
+        Ok(LoadWaiter(receiver))
     }
 
     /// Callers from now on do not join the load of a key. Its earlier callers still get its result.
-    pub(super) fn detach(&self, key: &CacheKey) {
+    pub(super) fn close_to_new_callers(&self, key: &CacheKey) {
         self.running().remove(key);
     }
 
@@ -133,7 +133,7 @@ pub(super) struct FlightHandle<T> {
 
 impl<T> FlightHandle<T> {
     /// Later callers do not join this load.
-    pub(super) fn detach(&self) {
+    pub(super) fn close_to_new_callers(&self) {
         self.detach_from(&mut self.flights.running());
     }
 
@@ -190,7 +190,7 @@ impl<T: Send + Sync + 'static> RemoveOnEnd<T> {
 
 impl<T> Drop for RemoveOnEnd<T> {
     fn drop(&mut self) {
-        self.0.detach();
+        self.0.close_to_new_callers();
     }
 }
 

@@ -17,7 +17,7 @@ use super::local::Local;
 use super::lookup::{Found, Lookup};
 use super::metrics::LoadOutcome;
 use super::options::Options;
-use super::store::{CacheKey, Claim, Claimed, Content, Entry, EntryId, Mark, NewEntry, TagGeneration};
+use super::store::{CacheKey, Claim, Claimed, Content, Entry, EntryId, Mark, NewEntry, Notifications, TagGeneration};
 use super::store_client::StoreClient;
 use super::tags::Generations;
 use crate::codec::Codec;
@@ -74,7 +74,7 @@ enum Acquired<T> {
 }
 
 impl<T: Send + Sync + 'static, C> LoadContext<T, C> {
-    /// Removes an entry of this process.
+    /// Removes the local entry of a key.
     pub(super) fn forget(&self, key: &CacheKey) {
         #[cfg(feature = "local-cache")]
         if let Some(local) = &self.local {
@@ -84,7 +84,7 @@ impl<T: Send + Sync + 'static, C> LoadContext<T, C> {
         let _ = key;
     }
 
-    /// Removes all entries of this process with a tag, and its cached generation, so that the next use reads it from the store.
+    /// Removes all local entries with a tag. Also removes the cached generation of the tag, so that its next use reads the store.
     pub(super) fn forget_tag(&self, tag: &Key) {
         self.generations.remove(tag);
         #[cfg(feature = "local-cache")]
@@ -127,7 +127,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> LoadContext<T, C> {
             loaded = &mut loading => loaded,
             // The lease is lost, so the value will not be stored, but its callers get it.
             () = self.renew(&key, &claim, lease.as_deref().unwrap_or_default()), if lease.is_some() => {
-                handle.detach();
+                handle.close_to_new_callers();
                 loading.await
             }
         };
@@ -174,7 +174,8 @@ impl<T: Send + Sync + 'static, C: Codec<T>> LoadContext<T, C> {
                     // Looks again below, since the entry may have come before the subscription.
                     None => {
                         loader.on_lease_busy();
-                        notifications = Some(store.watch(key).await);
+                        let watched = timeout_at(give_up, store.watch(key)).await;
+                        notifications = Some(watched.unwrap_or_else(|_| Notifications::none()));
                     }
                     Some(notifications) => {
                         let wake = give_up.min(Instant::now() + remaining.clamp(MIN_WAIT, POLL));
@@ -199,7 +200,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> LoadContext<T, C> {
         }
     }
 
-    /// Reads the tags of a load that has just got its lease.
+    /// Reads the generations of the tags for a load that has just got its lease.
     async fn read_tags(&self, key: &CacheKey, claim: &Claim) -> Acquired<T> {
         match self.current_tags().await {
             Ok(tags) => Acquired::Leased(tags),
@@ -267,7 +268,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> LoadContext<T, C> {
         Ok(Lookup { id, found })
     }
 
-    /// The value of an entry, which may be absent. `None` if it cannot be read.
+    /// The value of an entry: `Some(None)` if the entry says that the value is absent. `None` if the content cannot be decoded.
     fn decode(&self, key: &CacheKey, content: &Content) -> Option<Option<Arc<T>>> {
         match content {
             Content::Absent => Some(None),
@@ -293,7 +294,7 @@ impl<T: Send + Sync + 'static, C: Codec<T>> LoadContext<T, C> {
     async fn renew(&self, key: &CacheKey, claim: &Claim, tags: &[TagGeneration]) {
         loop {
             sleep(claim.lease / 3).await;
-            // A failed call does not mean a lost lease: there is time for another one.
+            // A failed call does not mean a lost lease: there is time for another call before the lease ends.
             let is_renewed = self.client.call(self.client.store.renew(key, claim)).await;
             let is_current = self.generations.are_current(&self.client, key.cache(), tags).await;
             if !is_renewed.unwrap_or(true) || !is_current.unwrap_or(true) {

@@ -140,20 +140,20 @@ impl StoreClient {
         self.circuit.call(self, self.deadline, call).await
     }
 
-    /// Makes a call, also while the circuit is open: for calls that are not repeated.
+    /// Makes a call, also while the circuit is open: for changes that the user requests, since no later call makes up for them.
     pub(super) async fn call_always<T>(&self, call: Call<'_, T>) -> Result<T, StoreError> {
         self.circuit.call_always(self, self.deadline, call).await
     }
 
-    /// Subscribes to the changes of a key. If the store has not confirmed it within the deadline, or subscriptions failed lately, there are
-    /// no notifications.
+    /// Subscribes to the changes of a key. If the store does not confirm the subscription within the deadline, or the circuit of
+    /// subscriptions is open, there are no notifications.
     #[cfg(feature = "local-cache")]
     pub(super) async fn watch(&self, key: &CacheKey) -> Notifications {
         let confirmed = async {
             let changes = self.store.watch(key).await;
             if changes.may_have_changed() { Err(StoreError::late("no subscription")) } else { Ok(changes) }
         };
-        // `()` writes no metric and no log line: if subscriptions fail, only hits take longer.
+        // The observer `()` writes no metric and no log line: if subscriptions fail, only hits take longer.
         let changes = self.subscriptions.call(&(), self.deadline, confirmed).await;
         changes.unwrap_or_else(|_| Notifications::none())
     }

@@ -1,4 +1,4 @@
-//! Tags: whether those of an entry are current, and which generations an entry to store has.
+//! Tags: checks whether the tags of an entry are current, and reads the generations for a new entry.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -23,7 +23,7 @@ struct Cached {
     removals: u64,
 }
 
-/// When a generation was read: before the store was called.
+/// The time, and the number of removals, just before a store call that reads a generation.
 #[derive(Clone, Copy)]
 struct ReadAt {
     time: Instant,
@@ -35,7 +35,7 @@ impl Generations {
     const MAX_AGE: Duration = Duration::from_secs(1);
     const CAPACITY: usize = 10_000;
 
-    /// Whether this process has read all these generations within the last second. If not, the store decides.
+    /// Whether this process has read all these generations within the last second. If not, only the store can tell.
     pub(super) fn are_cached(&self, tags: &[TagGeneration]) -> bool {
         tags.iter().all(|tag| self.cached(&tag.tag) == Some(tag.generation))
     }
@@ -73,10 +73,10 @@ impl Generations {
         tags: &[Key],
         ttl: Duration,
     ) -> Result<Vec<TagGeneration>, StoreError> {
-        join_all(tags.iter().map(|tag| self.ensure(client, cache, tag, ttl))).await.into_iter().collect()
+        join_all(tags.iter().map(|tag| self.read_or_create(client, cache, tag, ttl))).await.into_iter().collect()
     }
 
-    async fn ensure(
+    async fn read_or_create(
         &self,
         client: &StoreClient,
         cache: &Key,
@@ -91,15 +91,15 @@ impl Generations {
     }
 
     fn cached(&self, tag: &Key) -> Option<Token> {
-        let (generation, read) = self.lock().by_tag.get(tag).copied()?;
-        (read.elapsed() < Self::MAX_AGE).then_some(generation)
+        let (generation, read_at) = self.lock().by_tag.get(tag).copied()?;
+        (read_at.elapsed() < Self::MAX_AGE).then_some(generation)
     }
 
     fn read_at(&self) -> ReadAt {
         ReadAt { time: Instant::now(), removals: self.lock().removals }
     }
 
-    /// Keeps a generation, unless this process has invalidated a tag since it was read.
+    /// Keeps a generation, unless this process has invalidated any tag since `read_at`.
     fn insert(&self, tag: Key, generation: Token, read_at: ReadAt) {
         let mut cached = self.lock();
         if cached.removals != read_at.removals {
@@ -113,7 +113,7 @@ impl Generations {
         }
     }
 
-    /// Reads the generation of a tag again from now on.
+    /// Removes the generation of a tag, so that its next use reads the store.
     pub(super) fn remove(&self, tag: &Key) {
         let mut cached = self.lock();
         cached.by_tag.remove(tag);

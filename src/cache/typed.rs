@@ -260,7 +260,7 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
 
     /// Later calls neither join the load of a key nor get an entry of this process.
     fn forget(&self, key: &CacheKey) {
-        self.flights.detach(key);
+        self.flights.close_to_new_callers(key);
         self.inner.forget(key);
     }
 

@@ -52,7 +52,7 @@ impl RulesError {
     }
 
     /// The path of the invalid value in the document, such as `policies.api.limits[1].burst`. `None` if the error concerns the whole
-    /// document, or if the field is unknown, as with a syntax error.
+    /// document, or if no field can be named, as with a syntax error.
     #[must_use]
     pub fn field(&self) -> Option<&str> {
         self.field.as_deref()

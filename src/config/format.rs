@@ -134,7 +134,7 @@ fn toml_integer(integer: &DeInteger<'_>) -> Value {
 // JSON.
 
 fn json(text: &str) -> Result<Located, ParseError> {
-    // Parse the whole document first, because serde_json reports the line of an error in it.
+    // Parse the whole document first, so that serde_json reports a syntax error with its line in the document.
     let raw: &RawValue = serde_json::from_str(text).map_err(|error| json_error(text, 0, &error))?;
     from_json(text, raw.get(), 0)
 }
@@ -225,7 +225,7 @@ impl<'de> Deserialize<'de> for JsonFields<'de> {
 
 // YAML.
 
-/// The maximum size of the data that aliases expand to, and of the data that anchors hold. Each value and each byte of text counts as 1.
+/// The maximum total size of the data that aliases expand to and anchors hold. Each value and each byte of text counts as 1.
 const MAX_ALIASED: usize = 1 << 20;
 
 fn yaml(text: &str) -> Result<Located, ParseError> {

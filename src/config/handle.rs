@@ -13,9 +13,9 @@ use super::watch::RulesWatch;
 
 /// Holds the rules that layers enforce, and changes them at runtime.
 ///
-/// All layers with this handle or a clone of it enforce its rules. A request is subject to the rules at its arrival, and later requests to the
-/// new rules. A policy keeps its counts if its name and the algorithms and windows of its limits stay the same. If its quotas change,
-/// `on_quota_change` decides.
+/// All layers with this handle or a clone of it enforce its rules. A request is subject to the rules at its arrival, so a change applies
+/// to later requests only. A policy keeps its counts if its name and the algorithms and windows of its limits stay the same. If its quotas
+/// change, `on_quota_change` decides.
 ///
 /// ```
 /// use tollgate::MemoryBackend;
@@ -116,7 +116,7 @@ impl RulesHandle {
     }
 }
 
-// Beside the other conversions, since the rules do not know their handle.
+// Here and not in `rules.rs`, because `handle.rs` imports `rules.rs`, and files must not import each other.
 impl Rules {
     /// Creates a handle, which can replace the rules while layers enforce them.
     #[must_use]

@@ -176,7 +176,7 @@ impl<B: Clone, A: Clone> Shared<B, A> {
         let Some((policy, key)) = rules.rules[index].counts.first() else { return Err(inner) };
         if let Some(other) = other {
             // Not cached: clients rarely send such a path by chance, and there may be many pairs of rules.
-            return Ok(RuleLimit::new(inner, self, &rules.both(index, other), policy, key));
+            return Ok(RuleLimit::new(inner, self, &rules.combine(index, other), policy, key));
         }
         let active = self.active.load();
         match &*active {

@@ -128,9 +128,9 @@
 //!
 //! A rule matches a request if it covers the method and its pattern matches the path. These steps choose among the rules that match:
 //!
-//! * The most specific path takes precedence: text before a parameter, and text before the rest of a path. For the same method, a parameter
-//!   and the rest of a path at the same position are refused, as in `/users/{id}` and `/users/{*rest}`. So are two parameters with different
-//!   names.
+//! * The most specific path takes precedence: literal text is more specific than a parameter or the rest of a path. Two rules for the same
+//!   method are refused if one has a parameter where the other has the rest of a path, as in `/users/{id}` and `/users/{*rest}`. They are
+//!   also refused if their parameters at the same position have different names.
 //! * If two rules have the same path, the rule that lists the method takes precedence.
 //! * A rule for some methods does not affect less specific rules for the other methods.
 //! * A rule that lists `GET` also covers `HEAD`, unless another rule with the same path lists `HEAD`.
@@ -174,7 +174,7 @@
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_rules_unmatched_requests_total` | | requests that no rule matches and that pass uncounted, without those of `unlimited` rules |
+//! | `tollgate_rules_unmatched_requests_total` | | requests that no rule matches, so they pass uncounted; not those of `unlimited` rules |
 //!
 //! # When the store fails
 //!
@@ -198,8 +198,8 @@
 //!
 //! A reload replaces all rules at once for later requests, and drops no request. If the new rules are invalid, the old ones stay. A policy
 //! keeps its counts and blocks if its limits have the same algorithms and windows in the same order. Otherwise it starts with new counts:
-//! see [`QuotaChange`](crate::rate_limit::QuotaChange). Waiting requests stay under the old rules, in their own wait queue. Warnings about
-//! [addresses](crate::http::ClientIp#logs) are logged anew.
+//! see [`QuotaChange`](crate::rate_limit::QuotaChange). Waiting requests stay under the old rules and in the old wait queues. Warnings
+//! about [addresses](crate::http::ClientIp#logs) are logged anew.
 
 mod blocking;
 mod charge;

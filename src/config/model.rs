@@ -1,4 +1,4 @@
-//! The data model of a rules file, before it is validated as a whole. The module docs describe the fields.
+//! The data model of a rules file, before it is validated as a whole. The docs of the module `config` describe the fields.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -330,7 +330,7 @@ fn net(text: &str) -> Result<IpNet, String> {
     Ok(net)
 }
 
-/// Methods are case-sensitive, and no client sends `get`.
+/// Refuses lower-case letters: methods are case-sensitive, so a rule for `get` would match no request.
 fn method(text: &str) -> Result<Method, String> {
     let method = Method::from_str(text).ok().filter(|_| !text.bytes().any(|byte| byte.is_ascii_lowercase()));
     method.ok_or_else(|| format!("`{}` is not a method such as `GET` or `POST`", text.escape_debug()))

@@ -85,7 +85,7 @@ impl Rules {
     pub const MAX_LEN: usize = 1 << 20;
     /// The maximum number of different methods in the rules.
     pub const MAX_METHODS: usize = 32;
-    /// The time after which rules that no request has matched are logged, from the first request after the rules were loaded: one hour.
+    /// How long after the first request under the rules the log lists the rules that no request has matched: one hour.
     pub const UNMATCHED_AFTER: Duration = Duration::from_secs(3_600);
 
     /// Reads rules in TOML.
@@ -190,8 +190,8 @@ impl Rules {
 
     /// The policies that apply to a request with this method and path, for example to test a rules file.
     ///
-    /// Empty if no rule matches or the rule is unlimited. If the spelling of the path matters, the policies of
-    /// [two rules](crate::config#which-rule-applies).
+    /// Empty if no rule matches or the rule is unlimited. If the path matches different rules before and after normalization, the policies
+    /// of [both rules](crate::config#which-rule-applies).
     #[must_use]
     pub fn policies_for(&self, method: &Method, path: &str) -> Vec<&Policy> {
         let Found::Limited(index, other) = self.inner.find(method, path).found else { return Vec::new() };
@@ -287,7 +287,8 @@ impl CompiledRules {
         Matches { found, matching }
     }
 
-    /// Records the rules that a request matches. A request also logs the report of unmatched rules, because a task could outlive the rules.
+    /// Records the rules that a request matches. After [`Rules::UNMATCHED_AFTER`], one request also logs the unmatched rules. A separate
+    /// task for this log could outlive the rules.
     pub(super) fn record(&self, matches: &Matches) {
         if self.rule_matches.record(matches.matching, Rules::UNMATCHED_AFTER) {
             self.report_unmatched();
@@ -308,9 +309,9 @@ impl CompiledRules {
         );
     }
 
-    /// Combines two rules: all policies of both, the stricter settings, and the deadline of the first. Requests do not wait, because each
-    /// request would have its own wait queue.
-    pub(super) fn both(&self, index: usize, other: usize) -> Rule {
+    /// Combines two rules: all policies of both, the stricter settings, and the deadline of the first. Requests do not wait: the rules are
+    /// combined anew for each request, so each request would have its own wait queue.
+    pub(super) fn combine(&self, index: usize, other: usize) -> Rule {
         let (first, second) = (&self.rules[index], &self.rules[other]);
         let mut counts = first.counts.clone();
         let has = |count| self.file.rules[index].counts().any(|own| own == count);
@@ -623,7 +624,7 @@ fn routers(rules: &[RuleDef]) -> Result<Routers, ParseError> {
     }
     let covering = |path: &str, method: &Method| {
         let by_name = |method| covers.get(&(path, Some(method))).copied();
-        // Servers handle HEAD like GET without the body, and it may cost as much.
+        // Servers handle HEAD like GET without the body, so a HEAD request may cost as much.
         let as_get = || (method == Method::HEAD).then(|| by_name(&Method::GET)).flatten();
         by_name(method).or_else(as_get).or_else(|| covers.get(&(path, None)).copied())
     };
@@ -637,11 +638,11 @@ fn routers(rules: &[RuleDef]) -> Result<Routers, ParseError> {
         }
         Ok(router)
     };
-    // This router also checks patterns that no method uses.
+    // Also refuses conflicting rules that apply only to methods that no rule lists.
     let others = router(&|path| covers.get(&(path, None)).copied())?;
     let mut by_method = HashMap::new();
     for name in named {
-        // The name comes from a parsed method, so this never continues.
+        // The name comes from a parsed method, so parsing it again never fails.
         let Ok(method) = name.parse::<Method>() else { continue };
         let of_method = router(&|path| covering(path, &method))?;
         by_method.insert(method, of_method);

@@ -41,7 +41,7 @@ impl Backoff {
         Self { is_jittered: true, ..self }
     }
 
-    /// The delay after attempt number `attempt`, of which the first is 1.
+    /// The delay after attempt number `attempt`. The first attempt has the number 1.
     #[must_use]
     pub fn delay(&self, attempt: u16) -> Duration {
         // With 62 doublings any delay has reached its maximum.
@@ -59,7 +59,7 @@ impl Default for Backoff {
     }
 }
 
-/// A random part of a duration; all of it without random numbers.
+/// A random part of a duration, or the whole duration if the operating system provides no random numbers.
 pub(crate) fn share(time: Duration) -> Duration {
     let share = getrandom::u32().unwrap_or(u32::MAX);
     time.mul_f64(f64::from(share) / f64::from(u32::MAX))

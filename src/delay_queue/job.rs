@@ -78,7 +78,8 @@ impl<T> Job<T> {
         self.meta.stored.enqueued_at
     }
 
-    /// When the job was due, by the store's clock. Snoozing does not change it: the job keeps its position, and its lateness counts from here.
+    /// When the job was due, by the store's clock. Snoozing does not change this time, so the job keeps its position. The
+    /// job's lateness counts from this time.
     #[must_use]
     pub fn due_at(&self) -> SystemTime {
         self.meta.stored.due_at
@@ -99,9 +100,9 @@ impl<T> Job<T> {
     /// The fencing token: larger than the token of each earlier attempt. Store it with the data that the service changes, and reject smaller
     /// tokens: they come from a worker that stalled for longer than its lease.
     ///
-    /// This holds on one primary that remembers the last claim, whatever happens to processes, even if its clock is set back by up to ten
-    /// minutes. After a failover that lost the last claim, the order follows the clocks. It holds if the new primary's clock is behind by
-    /// at most the time since that claim.
+    /// The order holds while the primary keeps the last claim: also if processes stall or crash, or if the primary's clock is set back by
+    /// up to ten minutes. If a failover loses the last claim, the next token comes from the clock of the new primary. The order then holds
+    /// if that clock is behind the old one by less than the time since the lost claim.
     #[must_use]
     pub fn fence(&self) -> u64 {
         self.meta.token
@@ -120,7 +121,7 @@ impl<T> Job<T> {
         &self.extensions
     }
 
-    /// Values that layers pass to each other and to the service, for changes.
+    /// The [extensions](Self::extensions), mutable.
     #[must_use]
     pub const fn extensions_mut(&mut self) -> &mut Extensions {
         &mut self.extensions
@@ -132,7 +133,7 @@ impl<T> Job<T> {
         self.cancellation.clone()
     }
 
-    /// The payload, without the rest.
+    /// The payload, without the metadata.
     #[must_use]
     pub fn into_payload(self) -> T {
         self.payload
@@ -174,7 +175,7 @@ impl<T: fmt::Debug> fmt::Debug for Job<T> {
 /// Tells a service to give up its job. The reason is a cancellation, a lost lease, the maximum runtime, or the end of the worker's grace period.
 ///
 /// A service that gives up returns an error. The job is then released if the worker is shutting down, and tried again otherwise. `Ok` still
-/// means that the job is done, and an error that [determines the outcome](super::DelayQueueWorker#what-becomes-of-a-job) still does so. The
+/// means that the job is done, and an error that [determines the outcome](super::DelayQueueWorker#what-becomes-of-a-job) still counts. The
 /// result has no effect if the job was cancelled, or if another worker has claimed it.
 #[derive(Clone, Debug)]
 pub struct Cancellation {
@@ -194,8 +195,8 @@ impl Cancellation {
         self.is_cancelled.wait_for(|is_cancelled| *is_cancelled).await.is_ok()
     }
 
-    /// Waits until the service should give up the job. If the attempt ends without that, the future stays pending. A task that waits only for
-    /// this never ends: use [`ended`](Self::ended) there.
+    /// Waits until the service should give up the job. If the attempt ends without a cancellation, the future stays pending
+    /// forever. In a task that may outlive the attempt, use [`ended`](Self::ended).
     pub async fn cancelled(&mut self) {
         if !self.ended().await {
             // The canceller is gone, so no cancellation can follow.
@@ -204,7 +205,7 @@ impl Cancellation {
     }
 }
 
-/// Cancels one job. If it is dropped, the attempt has ended.
+/// Cancels one job. The worker drops it when the attempt has ended.
 #[derive(Debug)]
 pub(crate) struct Canceller(watch::Sender<bool>);
 

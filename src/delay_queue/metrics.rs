@@ -1,6 +1,6 @@
 //! Counters and histograms of the `metrics` facade; empty without the feature `metrics`.
 //!
-//! Their labels are the queue and the outcome, never a job.
+//! Their labels are the queue, the outcome and the state of a circuit breaker, never a job.
 
 use super::store::Admission;
 

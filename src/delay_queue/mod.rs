@@ -222,7 +222,7 @@
 //! | | |
 //! | --- | --- |
 //! | `tollgate_jobs_total` | ended attempts, by `outcome`: `done`, `retried`, `snoozed`, `dead`, `cancelled`, `released`, `lease_lost` |
-//! | `tollgate_job_leases_expired_total` | attempts whose lease expired unfinished. The next claim counts them, by `outcome`: `returned` (the job waits again, or is removed if it was cancelled) or `dead`. If the first worker comes back, it also counts the attempt as `lease_lost` |
+//! | `tollgate_job_leases_expired_total` | attempts whose lease expired before they ended. The next claim counts them, by `outcome`: `returned` (the job waits again, or is removed if it was cancelled) or `dead`. If the first worker comes back, it also counts the attempt as `lease_lost` |
 //! | `tollgate_job_lateness_seconds` | a histogram: the time from due to claimed; for a snoozed job, from when it was first due |
 //! | `tollgate_job_seconds` | a histogram: how long attempts ran |
 //! | `tollgate_jobs_running` | jobs that are running in this process |

@@ -35,7 +35,7 @@ pub struct Outcome {
     detail: Detail,
 }
 
-/// The content of an [`Outcome`], as its source. A wrapper that passes on the source of an `Outcome` hides the `Outcome`, but not this.
+/// The content of an [`Outcome`], and its [source](Error::source). A transparent wrapper hides the `Outcome`, but returns its source.
 #[derive(Debug)]
 struct Detail {
     kind: Kind,
@@ -61,8 +61,8 @@ impl Outcome {
         Self::new(Kind::Retry(delay))
     }
 
-    /// The job waits for `delay`, at least 10 ms, and the attempt does not count. After that it precedes jobs of its priority with a later due
-    /// time. Until then, those may run.
+    /// The job waits for `delay`, at least 10 ms, and the attempt does not count. The due time does not change: after the delay, the job
+    /// precedes jobs of its priority that are due later.
     #[must_use]
     pub const fn snooze(delay: Duration) -> Self {
         Self::new(Kind::Snooze(delay))
@@ -134,7 +134,8 @@ pub(crate) enum FailureAction {
     Cancelled,
 }
 
-/// How long a job waits for a lock at most, without the extra delay if many jobs wait. The lock may be released at any time.
+/// The longest wait for a lock or an operation, before `RetryStagger` adds a delay for other waiting jobs. Short, since the holder may
+/// end at any time.
 const MAX_BUSY_WAIT: Duration = Duration::from_secs(1);
 /// Prevents claiming the same job in a busy loop.
 const MIN_SNOOZE: Duration = Duration::from_millis(10);
@@ -151,7 +152,7 @@ impl FailureAction {
         causes(&**error).find_map(|cause| Self::from_cause(cause, error))
     }
 
-    // Matches the sources of `Outcome` and of the rejections, since wrappers may hide those themselves.
+    // Matches the sources of `Outcome` and of rejections: a transparent wrapper hides the error itself, but returns its source.
     fn from_cause(cause: &(dyn Error + 'static), error: &BoxError) -> Option<Self> {
         if let Some(detail) = cause.downcast_ref::<Detail>() {
             return Some(match &detail.kind {
@@ -175,7 +176,7 @@ impl FailureAction {
     }
 
     fn busy(wait: Duration) -> Self {
-        // A contended job waits for at least half of this.
+        // `RetryStagger::contended_delay` may halve the wait, which must stay at least `MIN_SNOOZE`.
         Self::Busy(wait.clamp(2 * MIN_SNOOZE, MAX_BUSY_WAIT))
     }
 }

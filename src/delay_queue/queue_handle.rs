@@ -35,7 +35,7 @@ impl QueueHandle {
         self.call_when_admitted(queue, &mut CircuitWait::none(), operation).await
     }
 
-    /// Calls the store. While the circuit is open, it first waits for a probe, for as long as `wait` allows.
+    /// Calls the store. While the circuit is open, waits until it admits this call as a probe, for as long as `wait` allows.
     async fn call_when_admitted<A>(
         &self,
         queue: QueueKey,
@@ -45,7 +45,7 @@ impl QueueHandle {
         require_nonzero_deadline(self.deadline)?;
         self.client.admit(&queue, wait).await?;
         let reply = operation(Arc::clone(&self.store), self.deadline).await;
-        self.client.ended(&queue, &reply);
+        self.client.record_reply(&queue, &reply);
         reply
     }
 
@@ -79,7 +79,8 @@ impl QueueHandle {
         is_same_store && self.name == other.name && self.partitions == other.partitions
     }
 
-    /// An id made by `make`. For a unique job the id falls into the partition of its key, so that all jobs of the key share that partition.
+    /// An id made by `make`. In a split queue, a unique job needs an id in the partition of its key, so that all jobs of the key share that
+    /// partition. If the first id is not, generates further ones.
     pub(crate) fn generate_id(
         &self,
         unique: Option<&Unique>,

@@ -14,9 +14,9 @@ pub enum Due {
     In(Duration),
     /// At this instant, by the store's clock; at once if it is in the past.
     ///
-    /// The memory backend reads the date when it is created, and then counts elapsed time. If the machine was suspended or its clock set
-    /// before a job is pushed, the instant still means the machine's clock at the push. If that happens while a job waits, the job is late by
-    /// the time of the suspension or the step forward, and early by a step back.
+    /// The memory backend reads the machine's clock when it is created, and then counts elapsed time. Before the push, a suspension of the
+    /// machine or a step of its clock changes nothing: the push converts the instant by the machine's clock. While the job waits, a
+    /// suspension or a step forward makes the job late by that time, and a step back makes it early.
     At(SystemTime),
 }
 
@@ -80,8 +80,9 @@ pub enum UniqueFor {
     /// [`forget`](super::DelayQueue::forget) or [`release_unique`](super::DelayQueue::release_unique). It does not end early if a dead job is
     /// removed because of its age or for lack of space.
     ///
-    /// An expired key excludes no jobs, but takes up space until it is removed. Each later push removes up to two expired keys. In memory,
-    /// where keys count for the capacity of all queues, a push removes more if there is no space left, and claims remove some as well.
+    /// An expired key excludes no jobs, but takes up space until it is removed. Each later push removes up to two expired keys. In the
+    /// memory backend, keys count for the capacity of all queues. There, claims remove some too, and a push removes more if no space is
+    /// left.
     Time(Duration),
     /// Like [`Time`](Self::Time), but only [`release_unique`](super::DelayQueue::release_unique) ends it early. The jobs of `Recurring` use it,
     /// so that a cancelled occurrence is not pushed again.
@@ -161,8 +162,8 @@ pub struct StoredJob {
     pub priority: Priority,
     /// When the job was pushed, by the store's clock.
     pub enqueued_at: SystemTime,
-    /// When the job is due, or was before it was claimed, by the store's clock. While the job is snoozed: when the snooze ends. After the
-    /// snooze the field has the earlier due time again.
+    /// When the job is due, by the store's clock. A claim does not change it. While the job is snoozed, this is the end of the snooze.
+    /// After the snooze, it is the original due time again.
     pub due_at: SystemTime,
     /// The unique key.
     pub unique: Option<Unique>,

@@ -7,7 +7,7 @@ use crate::responder::{ErrorResponder, Responder};
 /// The responder of layers in front of a service of [jobs](Job). A rejection becomes an error, as with
 /// [`ErrorResponder`](crate::responder::ErrorResponder). The worker then snoozes the job, or makes it dead if the limit can never allow it.
 ///
-/// A job that passes a layer carries its handle in the [extensions](Job::extensions). A [`RateLimitLayer`](crate::RateLimitLayer) adds a
+/// Each layer adds a handle to the [extensions](Job::extensions) of the job. A [`RateLimitLayer`](crate::RateLimitLayer) adds a
 /// [`RateLimitHandle`], with which the service reports the final cost. A [`LockLayer`](crate::LockLayer) adds a [`LeaseHandle`], which has
 /// the fence of the lock.
 ///

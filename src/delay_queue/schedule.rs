@@ -9,7 +9,7 @@ use std::sync::{
     Arc,
     atomic::{AtomicU64, Ordering},
 };
-use std::time::{Duration, Instant as SystemInstant, SystemTime};
+use std::time::{Duration, Instant as StdInstant, SystemTime};
 
 use croner::Cron;
 use jiff::tz::TimeZone;
@@ -28,22 +28,24 @@ use crate::error::ConfigError;
 
 /// The largest supported clock difference between processes that push for a schedule or retire it.
 const MAX_CLOCK_SKEW: Duration = Duration::from_secs(3_600);
-/// How long before its time a job is pushed at most: the delay, and the time for which its key is held, must stay within the limits.
+/// A job is pushed at most this long before its time. Then its delay by the clock of the store, and the time for which its key is held, are
+/// at most [`Due::MAX_DELAY`].
 const MAX_PUSH_AHEAD: Duration = Due::MAX_DELAY.saturating_sub(Duration::from_secs(2 * 3_600));
 /// The pause after a failed push. It doubles with each further failure up to the longest pause.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// The longest sleep, after which the scheduler checks whether the machine was suspended or its clock was set.
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);
-/// A clock step back up to this is a correction: the scheduler does not go back to earlier times.
+/// If the clock is set back by no more than this, it was corrected: the scheduler does not go back to earlier times.
 const CLOCK_TOLERANCE: Duration = Duration::from_secs(1);
 /// Up to how many skipped times are counted.
 const MAX_COUNTED: usize = 1_000;
 
 /// A recurring schedule: a cron pattern in a time zone.
 ///
-/// On a day when clocks change, a pattern with one second, one minute and one hour comes once. If its time occurs twice, it comes at the
-/// first. If its time is skipped, it comes at the end of the skipped hour. If that hour ends at midnight, it comes only if the next day matches the pattern, too.
+/// On a day when clocks change, a pattern with a single time of day, without lists, steps and ranges, fires once. If its time occurs twice,
+/// it fires at the first. If its time is skipped, it fires at the end of the skipped hour. If that is midnight, it is on the next day, so the
+/// pattern fires only if that day matches, too.
 ///
 /// Any other pattern, with a list or a step such as `0,30 2 * * *`, follows the clock: on such a day its times come twice or not at all. To
 /// have them come once, use two schedules with one time each.
@@ -88,13 +90,13 @@ impl Schedule {
         Ok(Self { zone, ..self })
     }
 
-    /// The first time of the schedule after `instant`; `None` if there is none.
+    /// The first time of the schedule after `time`; `None` if there is none.
     #[must_use]
-    pub fn next_after(&self, instant: SystemTime) -> Option<SystemTime> {
-        let from = Zoned::new(Timestamp::try_from(instant).ok()?, self.zone.clone());
+    pub fn next_after(&self, time: SystemTime) -> Option<SystemTime> {
+        let from = Zoned::new(Timestamp::try_from(time).ok()?, self.zone.clone());
         let next = self.pattern.find_next_occurrence(&from, false).ok()?;
         // When clocks are set back, the result could be in the past.
-        Some(SystemTime::from(next.timestamp())).filter(|next| *next > instant)
+        Some(SystemTime::from(next.timestamp())).filter(|next| *next > time)
     }
 
     /// The id of the job for one time.
@@ -103,9 +105,9 @@ impl Schedule {
         format!("{}@{}", self.name, since.as_secs())
     }
 
-    /// The times after `instant`.
-    fn after(&self, instant: SystemTime) -> impl Iterator<Item = SystemTime> {
-        successors(self.next_after(instant), |time| self.next_after(*time))
+    /// The times after `time`.
+    fn after(&self, time: SystemTime) -> impl Iterator<Item = SystemTime> {
+        successors(self.next_after(time), |time| self.next_after(*time))
     }
 
     /// The times after `now` for which a process may have pushed a job: up to the next time by a clock that is [`MAX_CLOCK_SKEW`] ahead.
@@ -185,14 +187,16 @@ where
     /// Removes the waiting jobs of future times, for a schedule that was changed or dropped. Call it when no process pushes for the schedule any
     /// more. Returns whether there was such a job.
     ///
-    /// It covers the times of the next hour, by which the clock of a pushing process may have been ahead, and the time after that. Each time
-    /// takes a store call, up to 3,601 for a schedule with a time every second, and each removal takes another one. The time is read from the
-    /// clock of this process. If a test has paused tokio's clock, the time advances with that clock from when this value was created.
+    /// It covers the times of the schedule within the next hour, because the clock of a pushing process may have been ahead by that much, and
+    /// the first time after that. For each of them it calls the store once, so up to 3,601 times for a schedule with a time every second, and
+    /// once more for each removal. The current time is read from the clock of this process. If a test has paused tokio's clock, the time
+    /// advances with that clock from when this value was created.
     ///
-    /// A job that is running already, by a store's clock that is ahead, finishes. A job that starts between the two calls about it is
-    /// [told to give up](super::Job::cancellation), and is not tried again.
+    /// If the store's clock is ahead, one of these jobs may be running already: it finishes. A job that starts between the two calls about it
+    /// is [told to give up](super::Job::cancellation), and is not tried again.
     ///
-    /// The jobs of past times stay. In memory these may include a job that is late since the machine was [suspended](Due::At).
+    /// The jobs of past times stay. With a `MemoryBackend` these may include a job that is late because the machine was
+    /// [suspended](Due::At).
     ///
     /// The time of a removed job gets no other job, even from a `Recurring` that starts later.
     ///
@@ -218,8 +222,8 @@ where
     /// whether or not another process has pushed for them. A time beyond the longest [delay](Due::MAX_DELAY) is pushed when it comes within
     /// that.
     ///
-    /// If the clock is set back, the scheduler goes back to the times by that clock within a minute, and logs it. A repeated time gets no second
-    /// job if the clock was set back by less than an hour.
+    /// If the clock is set back, the scheduler finds out within a minute, logs it, and continues with the times after the new date. A repeated
+    /// time gets no second job if the clock was set back by less than an hour.
     ///
     /// # Cancellation
     ///
@@ -265,11 +269,11 @@ where
         }
     }
 
-    /// Sleeps until `instant`. Returns `false` if the clock is set back before `last`, so that a time before `time` comes next.
-    async fn sleep_until(&self, instant: SystemTime, last: SystemTime, time: SystemTime) -> bool {
+    /// Sleeps until `end`. Returns `false` if the clock was set back to a date before `last`, and the schedule now has a time before `time`.
+    async fn sleep_until(&self, end: SystemTime, last: SystemTime, time: SystemTime) -> bool {
         loop {
             let now = self.clock.now();
-            let Ok(remaining) = instant.duration_since(now) else { return true };
+            let Ok(remaining) = end.duration_since(now) else { return true };
             if now + CLOCK_TOLERANCE < last && self.schedule.next_after(now).is_some_and(|next| next < time) {
                 return false;
             }
@@ -283,7 +287,7 @@ where
         let payload = (self.payload)(time);
         let (mut pause, mut is_logged) = (FIRST_PAUSE, false);
         loop {
-            // Held beyond the time of the job, so that a process whose clock is behind finds the key after the job is done and removed.
+            // The key is held beyond the time of the job, so that a process whose clock is behind finds the key after the job is done and removed.
             let span = time.duration_since(self.clock.now()).unwrap_or_default() + MAX_CLOCK_SKEW;
             let push = (self.configure)(self.queue.push(&payload));
             match push.id(&*id).at(time).unique_for(&*id, UniqueFor::Occurrence(span)).await {
@@ -318,7 +322,7 @@ impl<T, F, C> fmt::Debug for Recurring<T, F, C> {
 /// The date. If a test has paused tokio's clock, the date advances with that clock.
 struct Clock {
     date: SystemTime,
-    system: SystemInstant,
+    std_instant: StdInstant,
     instant: Instant,
     // By how many seconds the date is ahead.
     #[cfg(test)]
@@ -330,7 +334,7 @@ impl Clock {
         Self {
             date: SystemTime::now(),
             // Read before tokio's clock here and after it in `now`: tokio's clock is ahead only if it was paused.
-            system: SystemInstant::now(),
+            std_instant: StdInstant::now(),
             instant: Instant::now(),
             #[cfg(test)]
             ahead: Arc::default(),
@@ -339,7 +343,7 @@ impl Clock {
 
     fn now(&self) -> SystemTime {
         let elapsed = self.instant.elapsed();
-        let now = if elapsed > self.system.elapsed() { self.date + elapsed } else { SystemTime::now() };
+        let now = if elapsed > self.std_instant.elapsed() { self.date + elapsed } else { SystemTime::now() };
         #[cfg(test)]
         let now = now + Duration::from_secs(self.ahead.load(Ordering::Relaxed));
         now

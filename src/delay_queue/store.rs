@@ -30,9 +30,9 @@ use crate::store::shutdown::ShutdownTarget;
 ///             +---------------+------------------------------------------------------------+ replay
 /// ```
 ///
-/// The backend keeps the time: delays are durations, and only [`Due::At`] is an instant. A claim returns a [`JobLease`] for each job, and
-/// only the holder of the latest one can finish the job. Every backend passes the same contract tests. Your own backend can run them
-/// from `tollgate::testing` (feature `testing`).
+/// All times are by the backend's clock. Callers pass durations, and an instant only in [`Due::At`]. A claim returns a [`JobLease`] for
+/// each job, and only the holder of the latest one can finish the job. Every backend passes the same contract tests. Your own backend can
+/// run them from `tollgate::testing` (feature `testing`).
 ///
 /// # Cancellation
 ///
@@ -53,8 +53,8 @@ pub trait DelayQueueStore {
     /// without capacity or one in shutdown.
     ///
     /// Before the claim, jobs whose lease has ended wait again, or are dead if they have no attempt left. An attempt counts as soon as it is
-    /// claimed. Finishing may be retried with the same leases. Jobs that were claimed by a call with a lost reply return when their leases
-    /// have ended.
+    /// claimed. Finishing may be retried with the same leases. If the reply of a call is lost, the jobs that it claimed wait again when
+    /// their leases have ended.
     fn claim(
         &self,
         queue: &QueueKey,
@@ -62,8 +62,8 @@ pub trait DelayQueueStore {
         claim: &Claim,
     ) -> impl Future<Output = Result<Claimed, StoreError>> + Send;
 
-    /// Extends leases to `lease` from now on, each if it is still the latest one, and reports which jobs were cancelled. Returns a result for
-    /// each, in order. An expired lease can be extended until the store has handled its end.
+    /// Lets each of `leases` end at the duration `lease` from now, if it is still the latest lease of its job. Reports which jobs were
+    /// cancelled. Returns a result for each lease, in order. An expired lease can be extended until the store has handled its end.
     fn extend(
         &self,
         queue: &QueueKey,
@@ -80,10 +80,10 @@ pub trait DelayQueueStore {
     fn get(&self, queue: &QueueKey, id: &JobId) -> impl Future<Output = Result<Option<StoredJob>, StoreError>> + Send;
 
     /// Removes a waiting job. If the job is running, its worker is notified, and the job is not tried again: its id is free at once. Its
-    /// unique key is free, too. Two keys stay: one held for a [time](UniqueFor::Time) if `keeps_unique`, and one held for an
-    /// [occurrence](UniqueFor::Occurrence).
+    /// unique key is free, too, with two exceptions: a key held for an [occurrence](UniqueFor::Occurrence), and with `keeps_unique` a key
+    /// held for a [time](UniqueFor::Time).
     ///
-    /// A job that is pushed under a freed id or key is not claimed before the cancelled run has ended, by its finish or with its lease.
+    /// A new job with the freed id or key is not claimed while the cancelled attempt runs: until its worker finishes it, or its lease ends.
     fn cancel(
         &self,
         queue: &QueueKey,
@@ -156,8 +156,8 @@ pub trait DelayQueueStore {
         None
     }
 
-    /// Adds work to the shutdown of the backend, which closes it and waits for it: see [`backend`](crate::backend#shutdown). A store that
-    /// wraps another one has to pass the call on. Defaults to nothing, for a store without a shutdown.
+    /// Adds `target` to the shutdown of the backend, which closes it and waits for its work: see [`backend`](crate::backend#shutdown). A
+    /// store that wraps another one has to pass the call on. Defaults to nothing, for a store without a shutdown.
     fn add_to_shutdown(&self, target: &ShutdownTarget) {
         let _ = target;
     }
@@ -276,8 +276,8 @@ impl fmt::Display for WorkerId {
 pub struct Claim {
     /// The worker that claims.
     pub worker: WorkerId,
-    /// The largest number of jobs, up to [`MAX_BATCH`]: the worker's free capacity. If a worker gets that many, the store assumes that it
-    /// does not wait for more, and does not [notify](DelayQueueStore::watch) it until its next claim. It may notify any other worker. A
+    /// The largest number of jobs, up to [`MAX_BATCH`]: the worker's free capacity. A worker that gets that many is not idle: the store
+    /// does not [notify](DelayQueueStore::watch) this worker until its next claim, and may notify any other. A
     /// claim may return fewer jobs although [more](Claimed::more) are due, if the jobs are large.
     pub limit: usize,
     /// How long the jobs are reserved for the worker without a renewal, from [`Claim::MIN_LEASE`] to [`Claim::MAX_LEASE`].
@@ -300,7 +300,7 @@ impl Claim {
     /// The longest wait between claims of an idle worker, if notifications can get lost.
     pub const MAX_WAIT: Duration = Duration::from_secs(5);
 
-    /// The deadline of a worker's call: a fraction of the lease, so that there is time for another call.
+    /// The deadline of a worker's call: a third of the lease, so that there is time for another call. At least 100 ms, and at most 5 s.
     pub(crate) fn call_timeout(lease: Duration) -> Duration {
         (lease / 3).min(Duration::from_secs(5)).max(Duration::from_millis(100))
     }
@@ -408,14 +408,15 @@ impl AckKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Finished {
-    /// As requested.
+    /// The request took effect.
     Done,
     /// The job is dead: it has no attempt left, or was finished as [dead](AckKind::Dead).
     Dead,
     /// The job was not done, and is removed, since it was [cancelled](DelayQueueStore::cancel) meanwhile.
     Cancelled,
-    /// The job does not exist any more: an earlier call with this lease took effect, or another worker has finished the job. For
-    /// [`Done`](AckKind::Done) and [`Cancelled`](AckKind::Cancelled), also if a new job with its id was pushed after this one was claimed.
+    /// The job does not exist any more: an earlier call with this lease took effect, or another worker has finished the job. If a new job
+    /// with the same id was pushed since, this is the result for [`Done`](AckKind::Done) and [`Cancelled`](AckKind::Cancelled). For other
+    /// kinds it is [`Lost`](Self::Lost).
     Gone,
     /// The lease is not valid any more, but the job exists: the lease had ended, the store lost it, or an earlier call with it took effect.
     /// Nothing changed.
@@ -445,15 +446,15 @@ pub struct Claimed {
     /// Whether more jobs are due, or more leases have ended.
     pub more: bool,
     /// When to claim again, unless [notified](DelayQueueStore::watch) earlier: the time until the next job is due or the next lease ends.
-    /// If another worker waits for that, the store may return a longer time. An earlier claim does no harm.
+    /// If another worker waits for this time, the store may return a longer one. An earlier claim does no harm.
     ///
     /// At most [`Claim::MAX_WAIT`] if notifications can get lost. `None` lets the worker sleep until it is notified.
     pub next: Option<Duration>,
-    /// The age of the oldest job that is still due, as in [`Counts::oldest_due`].
+    /// For how long the oldest job that is not claimed has been due, as in [`Counts::oldest_due`].
     pub oldest_due: Option<Duration>,
     /// How many leases had ended, and how many of their jobs are dead.
     pub expired: Expired,
-    /// The jobs that died because of that, as far as the store names them.
+    /// The jobs that died because their last lease had ended, as far as the store names them.
     pub died: Vec<Died>,
     /// The time of the store's clock.
     pub now: SystemTime,
@@ -476,7 +477,7 @@ impl Claimed {
     }
 }
 
-/// How many leases had expired unfinished at a claim: their workers died, stalled or lost the network.
+/// How many leases had expired at a claim before their jobs finished: the workers died, stalled or lost the network.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Expired {
@@ -568,7 +569,7 @@ pub struct Counts {
     pub running: u64,
     /// Dead jobs.
     pub dead: u64,
-    /// The age of the oldest due job.
+    /// For how long the oldest waiting job has been due.
     pub oldest_due: Option<Duration>,
     /// Whether claims are paused.
     pub is_paused: bool,

@@ -8,7 +8,7 @@ use super::store::StoreError;
 
 /// Connecting to a backend failed.
 ///
-/// `Display` names the server and the remedy, and [`source`](Error::source) is the cause. `Debug` prints all of it as one sentence,
+/// `Display` names the server and the remedy, and [`source`](Error::source) is the cause. `Debug` prints both as one sentence,
 /// because `main` prints its error with `Debug`:
 ///
 /// ```text
@@ -86,7 +86,7 @@ impl Error for ConnectError {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         match self {
             Self::Config(error) => Some(error),
-            // The store error repeats the variant.
+            // Skip the store error itself, since its text repeats the variant.
             _ => self.failure()?.error.source(),
         }
     }

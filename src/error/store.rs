@@ -35,7 +35,7 @@ impl StoreError {
         Self { kind: Kind::Timeout, is_refusal: false, source: None }
     }
 
-    /// A timeout, with the limit that was exceeded as its source.
+    /// A timeout, with a description of what was late as its source.
     pub(crate) fn late(source: impl Into<BoxError>) -> Self {
         Self::with_source(Kind::Timeout, source)
     }
@@ -45,7 +45,7 @@ impl StoreError {
         Self::with_source(Kind::Unavailable, source)
     }
 
-    /// The same failure, before the call was sent.
+    /// The same failure, of a call that was not sent and so had no effect. A timeout becomes `Unavailable`.
     #[cfg(feature = "redis")]
     pub(crate) fn before_sending(self) -> Self {
         match self.kind {

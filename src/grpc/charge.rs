@@ -9,8 +9,9 @@ use crate::rate_limit::{ChargeOn, RateLimitHandle};
 /// The status is read from the trailers after the last message, or from the headers of a response without a body. With gRPC-Web it is read
 /// from the last message of the body, unless that is compressed.
 ///
-/// A call that breaks off or is cancelled before its trailers has no status, so it failed: it is charged here, and not by [`successes`]. A
-/// call whose client disconnects before the response stays charged by both.
+/// Every call is charged when it starts, and refunded if its end shows that it should not be charged. A call that breaks off or is cancelled
+/// before its trailers has no status, so it failed: `failures` charges it, and [`successes`] refunds it. If the client disconnects before
+/// there is a response, neither refunds the call.
 ///
 /// Works with the responders [`GrpcResponder`](super::GrpcResponder) and [`HttpResponder`](crate::HttpResponder), whose bodies watch for
 /// trailers.
@@ -51,6 +52,7 @@ impl<B, E> ChargeOn<Response<B>, E> for ChargeStatus {
         let is_charged: fn(&HeaderMap) -> bool = if self.failures { |trailers| !is_ok(trailers) } else { is_ok };
         match result {
             Ok(response) if response.headers().contains_key("grpc-status") => {
+                // The status is known already.
                 AtEnd { handle: handle.clone(), is_charged, web: None }.settle(response.headers());
             }
             Ok(response) => {

@@ -10,10 +10,10 @@ use crate::responder::Responder;
 /// whole `axum::Router`.
 ///
 /// Around a router, requests are counted before routing, so `matched_path` is not known. In return they skip the boxes and clones of
-/// `Router::layer`. As a layer of a router, `SameBody` saves the box of the body.
+/// `Router::layer`. If you pass the layer to `Router::layer` instead, `SameBody` still avoids that the body is boxed.
 ///
 /// The type works with `axum::body::Body` if the feature `axum` is enabled. For your own body type, implement `From<ResponseBody<YourBody>>`.
-/// The layer's [`ResponseBody`](super::ResponseBody) is a body too, so you can box it.
+/// [`ResponseBody`](super::ResponseBody) implements `http_body::Body`, so this `From` can box it.
 ///
 /// ```
 /// # #[cfg(feature = "axum")] {

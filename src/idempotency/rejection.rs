@@ -14,7 +14,7 @@ pub enum Rejection {
     InvalidKey(InvalidKey),
     /// The request does not identify its caller.
     MissingScope,
-    /// Another request used the same key.
+    /// The key was used before, for a request with other contents.
     Mismatch,
     /// The same request is in flight.
     InFlight {

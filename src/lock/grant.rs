@@ -38,8 +38,9 @@ struct GrantState {
     since: Instant,
     // The lease is good until then. Counted from before the command that granted it was sent.
     deadline: Instant,
-    // When the lease ends in the store at the latest, renewals without a reply included; and when the pending renewal was sent.
+    // When the lease ends in the store at the latest, without the pending renewal.
     expires: Instant,
+    // When the pending renewal was sent, if there is one.
     renewal_sent: Option<Instant>,
     renew_at: Instant,
     // End of the holder's `max_hold`.
@@ -131,7 +132,7 @@ impl Grant {
         self.valid_until(now).map_or(Duration::ZERO, |until| until - now).min(call_timeout)
     }
 
-    /// Until when an earlier attempt with this token may still be executed, if one may at `now`.
+    /// Until when an earlier attempt with this token may still be executed; `None` if that time has passed.
     pub(super) fn in_flight_until(&self, now: Instant) -> Option<Instant> {
         self.in_flight_until.filter(|in_flight_until| now < *in_flight_until)
     }
@@ -172,8 +173,8 @@ impl Grant {
         state.lost.filter(|_| state.is_loss_recorded)
     }
 
-    /// Records that the store did not have the lease at its release. Returns whether that is a loss: after the deadline, it may have
-    /// expired.
+    /// Records that the store no longer had the lease when it was released. Returns whether that is a loss. After the deadline it is none,
+    /// because the lease may have expired.
     pub(super) fn record_unknown(&self, now: Instant) -> bool {
         let mut state = self.state();
         let is_loss = !state.is_loss_recorded && now < state.deadline;
@@ -234,8 +235,8 @@ impl Grant {
         state.renew_at = now + pause(state.failures);
     }
 
-    /// Whether to store the holder's name at `now`, for the first time or again.
-    pub(super) fn is_name_due(&self, now: Instant) -> bool {
+    /// Whether to store the holder's name at `now`, for the first time or again. If so, it counts as stored.
+    pub(super) fn take_name_due(&self, now: Instant) -> bool {
         let mut state = self.state();
         let is_due = state.named.is_none_or(|named| now - named >= NAME_INTERVAL);
         if is_due {
@@ -289,11 +290,11 @@ impl Grant {
 
     /// Waits until the store has released the lease, or until `at`. Returns whether it was released.
     pub(super) async fn released_before(&self, at: Instant) -> bool {
-        let valid_until = || match self.state().is_released {
+        let wait_until = || match self.state().is_released {
             false if Instant::now() < at => Ok(at),
             is_released => Err(is_released),
         };
-        self.until_err(valid_until).await
+        self.until_err(wait_until).await
     }
 
     /// Wakes callers that wait for the end of the lease.
@@ -306,12 +307,12 @@ impl Grant {
         self.until_err(|| self.valid_until(Instant::now())).await
     }
 
-    /// Waits until `valid_until` returns an error. Calls it after each change, and at the last returned instant.
-    pub(super) async fn until_err<E>(&self, valid_until: impl Fn() -> Result<Instant, E>) -> E {
+    /// Waits until `wait_until` returns an error. Calls it after each change, and at the last returned instant.
+    pub(super) async fn until_err<E>(&self, wait_until: impl Fn() -> Result<Instant, E>) -> E {
         loop {
             let mut changed = pin!(self.changed.notified());
             changed.as_mut().enable();
-            let until = match valid_until() {
+            let until = match wait_until() {
                 Ok(until) => until,
                 Err(reason) => return reason,
             };
@@ -424,7 +425,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_may_be_held_for_a_moment_is_lost_after_it() {
+    async fn lease_is_lost_after_max_hold() {
         let grant = grant(30_000);
         let now = Instant::now();
         grant.hand_off(Some(Duration::from_secs(2)), now);

@@ -110,7 +110,7 @@ impl LocksState {
 
     /// Stores the holder's name in the background, unless it is stored already. After a failure, the next renewal retries it.
     pub(super) fn store_holder_name(self: &Arc<Self>, grant: &Arc<Grant>, now: Instant) {
-        let Some(name) = self.holder().filter(|_| grant.is_name_due(now)) else { return };
+        let Some(name) = self.holder().filter(|_| grant.take_name_due(now)) else { return };
         let call = Arc::clone(&self.store).name(*grant.lock(), *grant.token(), name);
         let grant = Arc::clone(grant);
         self.spawn(async move {

@@ -30,13 +30,13 @@ pub trait LockStore {
     /// no waiter precedes this one: see [`Queueing`]. While a lock of another [kind](Claim::kind) is held, the answer is
     /// [`Acquired::OtherKind`].
     ///
-    /// If the token holds the lease already, this renews it and returns the same answer, except for the fence of a quorum.
+    /// If the token holds the lease already, this renews it and returns the same answer. Only a store over several servers may return another fence.
     fn acquire(&self, lock: &LockKey, claim: &Claim) -> impl Future<Output = Result<Acquired, StoreError>> + Send;
 
     /// Acquires the leases of several locks, each like [`acquire`](Self::acquire), or none. Either all answers are [`Acquired::Granted`],
     /// or none is. [`Acquired::Busy`] then says how long others hold the lock, zero if it is free. Accepts up to
-    /// [`Claim::MAX_BATCH`] locks with the same [`shard`](Self::shard), for one holder each, with equal times, and without a
-    /// queue.
+    /// [`Claim::MAX_BATCH`] locks with the same [`shard`](Self::shard). Their claims have one permit, the same `ttl`, and
+    /// [`Queueing::Bypass`].
     fn acquire_all(
         &self,
         claims: &[(LockKey, Claim)],
@@ -57,7 +57,7 @@ pub trait LockStore {
     /// them, or the first in the queue.
     fn release(&self, lock: &LockKey, token: &Token) -> impl Future<Output = Result<Released, StoreError>> + Send;
 
-    /// Notifications for a waiter: whenever the lease is released and no waiter is queued, or for the token of a queued waiter
+    /// Notifications for a waiter. Without a token: whenever the lease is released and no waiter is queued. With the token of a queued waiter:
     /// when it may be its turn. The future is ready once no release can be missed. Call [`acquire`](Self::acquire) again then,
     /// and after each notification. A store without notifications returns [`Notifications::none`].
     fn watch(&self, lock: &LockKey, waiter: Option<&Token>) -> impl Future<Output = Notifications> + Send;
@@ -83,7 +83,7 @@ pub trait LockStore {
     /// The reach of the leases.
     fn reach(&self) -> Reach;
 
-    /// Adds work to the shutdown of the backend, which closes it and waits for it: see [`backend`](crate::backend#shutdown). A store that
+    /// Registers work: the shutdown of the backend closes it and waits for its end. See [`backend`](crate::backend#shutdown). A store that
     /// wraps another one has to pass the call on. Defaults to nothing, for a store without a shutdown.
     fn add_to_shutdown(&self, target: &ShutdownTarget) {
         let _ = target;
@@ -98,7 +98,7 @@ pub trait LockRegistry: LockStore {
     /// Releases a lease of all holders by force.
     fn force_release(&self, lock: &LockKey) -> impl Future<Output = Result<ForceReleased, StoreError>> + Send;
 
-    /// The held leases of the locks with a name. Scans about `max` stored entries, and returns the held ones among them and the next
+    /// The held leases of all keys of the locks that are called `name`. Scans about `max` stored entries, and returns the held ones among them and the next
     /// cursor.
     fn list(&self, name: &Key, from: Cursor, max: usize) -> impl Future<Output = Result<LockPage, StoreError>> + Send;
 }
@@ -119,7 +119,7 @@ pub struct Claim {
     /// others.
     pub permits: u32,
     /// Whether the lease is shared, as by the readers of [`LockKind::ReadWrite`]. Shared and exclusive leases are never held together. All
-    /// claims of [`LockKind::ReadWrite`] respect the queue.
+    /// claims of [`LockKind::ReadWrite`] respect the queue, also with [`Queueing::Bypass`].
     pub is_shared: bool,
     /// Granted fences are larger than this number. Defaults to 0; values above [`Claim::MAX_FLOOR`] are cut to it.
     pub floor: u64,
@@ -192,7 +192,7 @@ impl Claim {
     pub const MAX_QUEUE: u32 = 10_000;
     /// The shortest lease.
     pub const MIN_TTL: Duration = Duration::from_millis(10);
-    /// The longest lease. A renewed short lease serves longer holds, and ends soon after its holder dies.
+    /// The longest lease. To hold a lock for longer, renew a short lease: it ends soon after its holder dies.
     pub const MAX_TTL: Duration = Duration::from_secs(86_400);
     /// Maximum number of holders.
     pub const MAX_PERMITS: u32 = 1_000;
@@ -267,7 +267,7 @@ impl Renewal {
 pub struct Released {
     /// Whether the token still held the lease.
     pub was_held: bool,
-    /// Whether waiters outside of this backend value exist, as far as is known. The memory backend counts its own waiters.
+    /// Whether other processes wait for the lease, as far as is known. The memory backend has no others, so it reports its own waiters.
     pub is_wanted: bool,
 }
 

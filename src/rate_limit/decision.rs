@@ -53,14 +53,14 @@ impl FromIterator<LimitStatus> for Limits {
 #[repr(u64)]
 #[non_exhaustive]
 pub enum Outcome {
-    /// It may, and was charged unless it costs nothing or was only peeked at. A [`Limiter`](super::Limiter) returns this also
+    /// The request may pass. It was charged, unless it costs nothing or was only peeked at. A [`Limiter`](super::Limiter) returns this also
     /// for a request over a limit that is not [enforced](super::Mode) for its key. Then nothing was charged.
     Allowed,
-    /// It may not now. Nothing was charged.
+    /// The request may not pass now. Nothing was charged.
     Limited,
-    /// It may not, because its key is [blocked](super::Limiter::block) for a while. Nothing was charged.
+    /// The request may not pass, because its key is [blocked](super::Limiter::block) for a while. Nothing was charged.
     Blocked,
-    /// It never may: it costs more than can be used at once, or the quota is 0. Nothing was charged, and no store was called.
+    /// The request may never pass: it costs more than can be used at once, or the quota is 0. Nothing was charged, and no store was called.
     Never,
 }
 
@@ -79,8 +79,8 @@ pub struct LimitStatus {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Receipt {
     at_us: u64,
-    // The tokens missing in the first token buckets of the policy after the charge. For further buckets only the charge itself is known to
-    // be missing.
+    // The tokens missing in the first token buckets of the policy after the charge. For further buckets a refund assumes that only the charge
+    // itself is missing.
     missing: [u64; Receipt::BUCKETS],
 }
 
@@ -106,8 +106,8 @@ impl Receipt {
         }
     }
 
-    /// The missing tokens, for each token bucket of the policy in order: 0 after the first [`BUCKETS`](Self::BUCKETS), where they are
-    /// unknown.
+    /// The missing tokens, for each token bucket of the policy in order. After the first [`BUCKETS`](Self::BUCKETS) they are not recorded, so
+    /// it is 0.
     pub(crate) fn missing(&self) -> impl Iterator<Item = u64> + use<> {
         self.missing.into_iter().chain(std::iter::repeat(0))
     }
@@ -134,9 +134,8 @@ impl LimitStatus {
 
     /// How many whole seconds until more units become available, rounded up; `None` if none are used.
     ///
-    /// If the request does not fit, the result is at most the time until it fits. So no violated limit announces a time after
-    /// `Retry-After`, which is the longest of these times. In the stores of this crate, `reset_us` is never longer than the `retry_us` of a
-    /// violated limit.
+    /// If the request does not fit, the result is at most the time until it fits, so that no limit announces a time after `Retry-After`. The
+    /// stores of this crate never report a longer `reset_us` than that. Other stores may.
     #[cfg(feature = "http")]
     #[inline]
     pub(crate) const fn seconds_until_more(&self) -> Option<u64> {
@@ -171,7 +170,7 @@ impl LimitStatus {
         if self.is_violated() { Some(Duration::from_micros(self.retry_us)) } else { None }
     }
 
-    /// Returns how long until more units become available; zero if all are available.
+    /// Returns how long until more units become available, and not until all are; zero if all are available.
     #[must_use]
     pub const fn reset_after(&self) -> Duration {
         Duration::from_micros(self.reset_us)
@@ -195,7 +194,8 @@ impl Decision {
         Self { outcome, receipt, blocked_us: 0, limits: Limits::One(limit) }
     }
 
-    /// A placeholder for one of several requests that was not evaluated, since another one is denied.
+    /// A placeholder for a request of a group that was not evaluated, because another request of the group was denied. Its outcome means
+    /// nothing.
     pub(crate) fn not_evaluated() -> Self {
         Self { outcome: Outcome::Allowed, receipt: None, blocked_us: 0, limits: Limits::Several(Box::default()) }
     }
@@ -300,8 +300,9 @@ impl Decision {
         }
     }
 
-    /// Returns how long to wait before the same cost fits: until the last violated limit has room, or the block ends. Never zero. `None`
-    /// for [`Outcome::Allowed`], and for [`Outcome::Never`], since no wait helps.
+    /// Returns how long to wait before the same cost fits: until the last violated limit has room. For a blocked key, it is the time until
+    /// the block ends. Its limits may deny the cost after that. Never zero. `None` for [`Outcome::Allowed`], and for [`Outcome::Never`],
+    /// because no wait helps.
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
         match self.outcome {

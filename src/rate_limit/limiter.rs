@@ -84,9 +84,8 @@ impl<B> Limiter<B> {
 
     /// Sets how long a call may take in total, including the wait for a connection. Defaults to 100 ms.
     ///
-    /// With zero, `check`, `try_acquire` and `acquire` need a store that replies at once, such as the memory backend. All other methods
-    /// fail without a store call. The source of the [`StoreError`] is a
-    /// [`ConfigError::ZeroTimeout`].
+    /// With zero, a check succeeds only if the store replies at once, as the memory backend does. All other calls fail without a store call,
+    /// with a [`StoreError`] whose source is a [`ConfigError::ZeroTimeout`].
     ///
     /// ```
     /// # use std::time::Duration;
@@ -106,8 +105,8 @@ impl<B> Limiter<B> {
     }
 
     /// Sets when the limiter and its clones stop calling a store that fails, and how soon they try again. Defaults to
-    /// [`CircuitBreaker::off`]: a limiter has no fallback. With a breaker, one broken connection with many calls on it would make
-    /// later calls fail, too.
+    /// [`CircuitBreaker::off`], because a limiter has no fallback: an open circuit makes calls fail at once, and the failures of many calls
+    /// on one broken connection are enough to open it.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -159,7 +158,7 @@ impl<B: RateLimitStore> Limiter<B> {
     pub async fn check_cost(&self, key: impl Into<Key>, cost: u64) -> Result<Decision, StoreError> {
         let key = key.into();
         let decision = if self.policy.can_never_allow(cost) {
-            self.policy.never_decision(cost)
+            self.policy.decision_if_never_allowed(cost)
         } else {
             self.store.check_now(&self.policy, &key, cost)
         };
@@ -257,7 +256,7 @@ impl<B: RateLimitStore> Limiter<B> {
 
     /// Returns the state of `key` and whether one unit would fit, without charging.
     pub async fn peek(&self, key: impl Into<Key>) -> Result<Decision, StoreError> {
-        if let Some(decision) = self.policy.never_decision(1) {
+        if let Some(decision) = self.policy.decision_if_never_allowed(1) {
             return Ok(decision);
         }
         let key = key.into();
@@ -292,8 +291,8 @@ impl<B: RateLimitStore> Limiter<B> {
     /// Denies all requests of `key` for `time`, for example as a penalty. A `time` of zero lifts the block. The counts of the key are kept
     /// and expire as usual. The block ends by the clock of the store: if that clock is set back, the block lasts longer by as much.
     ///
-    /// If the policy is not [enforced](super::Mode) for the key, in shadow mode or outside of its percentage, a block rejects no request
-    /// either. It appears in [`peek`](Self::peek), in metrics and in the log.
+    /// If the policy is not [enforced](super::Mode) for the key (it is in shadow mode, or the key is outside of the enforced percentage), a
+    /// block rejects no request either. It appears in [`peek`](Self::peek), in metrics and in the log.
     ///
     /// If `key` differs from the key that a layer uses for the client, there is no error and no effect on the layer. Use the same key: the
     /// result of the layer's own [`extract_key`](crate::ExtractKey::extract_key), or [`RateLimitHandle::key`](super::RateLimitHandle::key)

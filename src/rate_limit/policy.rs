@@ -70,12 +70,12 @@ pub(crate) struct EncodedLimits {
     pub(crate) params: Vec<u8>,
     /// The start of each record of counts made with these limits.
     pub(crate) limits: Vec<u8>,
-    /// The format of the time of the last update and the counts. `format` is that of the whole record, which begins with `limits` as one
-    /// string.
+    /// The format for Lua's `struct.unpack` of a record after its `limits`: the time of the last update, then the counts.
     pub(crate) layout: String,
+    /// The same for a whole record, which begins with `limits` as one string.
     pub(crate) format: String,
-    /// The size of the counts in bytes, including the time of the last update.
-    pub(crate) counts: usize,
+    /// The size in bytes of the part after `limits`.
+    pub(crate) counts_len: usize,
     pub(crate) ttl_ms: u64,
 }
 
@@ -89,9 +89,9 @@ pub enum Mode {
     /// Requests are counted and evaluated, and pass in any case, also without a key. Metrics and logs show which requests a new limit would
     /// reject. Responses do not mention the policy. A [`Limiter`](super::Limiter) returns allowed decisions.
     Shadow,
-    /// Enforced for this percentage of the keys, and shadow for the others. The keys are the same in all processes, and a smaller percentage
-    /// is a subset of a larger one: a client that is allowed at 20 % is not denied at 10 %. Requests without a key count as one key. 100
-    /// and above are [`Enforce`](Self::Enforce).
+    /// Enforced for this percentage of the keys, and shadow for the others. The keys are the same in all processes. The keys for which a
+    /// policy is enforced at 10 % are among those at 20 %. Requests without a key count as one key. 100 and above are
+    /// [`Enforce`](Self::Enforce).
     Percent(u8),
 }
 
@@ -236,7 +236,7 @@ impl Policy {
 
     /// Returns the decision about a cost that can never be allowed. It needs no store.
     #[inline]
-    pub(crate) fn never_decision(&self, cost: u64) -> Option<Decision> {
+    pub(crate) fn decision_if_never_allowed(&self, cost: u64) -> Option<Decision> {
         self.can_never_allow(cost).then(|| Decision::never(self.inner.params.iter().map(|params| params.capacity)))
     }
 

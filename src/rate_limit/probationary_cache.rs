@@ -6,18 +6,18 @@ use tokio::time::Instant;
 
 use crate::key::Key;
 
-/// How many entries are examined to find an old one.
+/// How many entries are examined to find the oldest.
 const SAMPLE: usize = 8;
 
 /// The latest value of each of a bounded number of keys, with its time.
 ///
-/// Of fresh entries, unused ones are evicted before used ones, since invented keys come only once. A part of the capacity is reserved for
-/// new entries, which would find no room if used entries stayed forever.
+/// Of fresh entries, unused ones are evicted before used ones: keys that a client makes up to flood the cache come only once. A part of the
+/// capacity is reserved for unused entries. Otherwise new keys would find no room once all entries are used.
 pub(super) struct ProbationaryCache<V> {
-    // The first `used` entries were used. The others are new, in probation.
+    // The first `used` entries were used. The others are unused: they are in probation.
     entries: IndexMap<Key, (Instant, V)>,
     used: usize,
-    // Where the searches for old entries continue: among used entries, and among new ones.
+    // Where the searches for the oldest entry continue: among used entries, and among unused ones.
     sweep_cursors: [usize; 2],
 }
 
@@ -60,6 +60,7 @@ impl<V> ProbationaryCache<V> {
                 self.entries.swap_indices(index, self.used - 1);
                 index = self.used - 1;
             } else if let Some((oldest, _)) = self.oldest_used() {
+                // The oldest used entry goes back to probation.
                 self.entries.swap_indices(index, oldest);
                 index = oldest;
             }
@@ -67,7 +68,7 @@ impl<V> ProbationaryCache<V> {
         self.entries.get_index(index).map(|(_, (_, value))| value)
     }
 
-    /// Stores `value` as of now. If the cache is full, evicts an old entry, or else a new one.
+    /// Stores `value` as of now. If the cache is full, evicts an expired entry, or else an unused one.
     pub(super) fn insert(&mut self, key: Key, value: V, bounds: Bounds) {
         let entry = (Instant::now(), value);
         if let Some(known) = self.entries.get_mut(&key) {
@@ -174,7 +175,7 @@ mod tests {
         assert_eq!(cache.entries.len(), 1);
     }
 
-    /// Regression: used entries stayed forever, and left one place for as many new keys as the capacity.
+    /// Regression: used entries stayed forever, so all new keys shared one place.
     #[tokio::test(start_paused = true)]
     async fn expired_used_entries_make_room_for_new_ones() {
         let mut cache = ProbationaryCache::default();

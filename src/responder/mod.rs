@@ -151,8 +151,9 @@ where
 /// `GrpcResponder` insert the extension into rejections, but not into the responses of [`respond_to`](HttpResponder::respond_to). Your own
 /// responders, layers and handlers can insert it, too.
 ///
-/// Extensions are not sent over a connection. So rejections by locks and idempotency also have the header field `Tollgate-Rejected: true`. A
-/// layer in a gateway reads this field. Your own rejections may have it, too.
+/// Extensions are not sent over a connection. So rejections by locks and idempotency also have the header field `Tollgate-Rejected: true`,
+/// which an `IdempotencyLayer` in a gateway reads. Rejections by rate limits do not have it: by default, a
+/// response with the status 403, 429 or 503 is not stored. Your own rejections may have the field, too.
 ///
 /// ```
 /// use axum::Extension;
@@ -189,7 +190,8 @@ pub struct NotExecuted;
 /// # let _: axum::Router = axum::Router::new().route("/", axum::routing::post(pay));
 /// ```
 ///
-/// It works in the same way with gRPC. The errors of tonic have no extensions, so a layer between inserts it:
+/// It works in the same way with gRPC. A handler cannot attach extensions to a `tonic::Status`, so a layer between the handler and the
+/// `IdempotencyLayer` inserts it:
 ///
 /// ```
 /// use tollgate::responder::OutcomeUnknown;

@@ -1384,7 +1384,7 @@ async fn dead_job_logs_one_warning() {
     timeout(second / 2, doomed.run()).await.unwrap_err();
     sleep(second).await;
     failing(queue).await;
-    let ended = "WARN leases expired unfinished: their workers died, stalled or lost the network queue=mail jobs=1";
+    let ended = "WARN leases expired before their jobs finished: the workers died, stalled or lost the network queue=mail jobs=1";
     let expected = format!(
         r#"{dead} queue=mail job=d attempts=1 reason=LeaseExpired error="the lease of its last attempt expired""#
     );

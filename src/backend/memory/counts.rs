@@ -45,7 +45,7 @@ impl Counts {
         Self { policy: policy.clone(), last, blocked_until: 0, limits }
     }
 
-    /// The last update and the count of the only limit, if that is all information that matters from `now` on.
+    /// The last update and the count of the only limit. `None` if there are more limits, a log, or a block that lasts beyond `now`.
     pub(super) fn as_one(&self, now: u64) -> Option<(u64, Count)> {
         match self.limits.as_slice() {
             [LimitCount::Plain(count)] if self.blocked_until <= now => Some((self.last, *count)),
@@ -67,7 +67,8 @@ impl Counts {
         limits.max().unwrap_or(0).max(self.blocked_until)
     }
 
-    /// The used share of the fullest limit, in 1/65,536: the loss if the counts are evicted. At least one, and more for a blocked key.
+    /// What an eviction of the counts would lose: the used share of the fullest limit, in units of 1/65,536, plus one. Much more for a
+    /// blocked key.
     pub(super) fn value(&self, now: u64) -> u64 {
         let now = now.max(self.last);
         let share = |(limit, params): (&LimitCount, &LimitParams)| {
@@ -81,7 +82,7 @@ impl Counts {
         fullest + 1 + (u64::from(self.blocked_until > now) << 20)
     }
 
-    /// The weight, in units of a single small count.
+    /// The approximate memory use, in units of a single small count.
     pub(super) fn weight(&self) -> usize {
         let logs = self.limits.iter().map(|limit| match limit {
             LimitCount::Plain(_) => 0,
@@ -218,7 +219,7 @@ impl SlidingLog {
                 retry = until_gone(time);
             }
         }
-        // A debt is paid before units become available.
+        // With a debt, units become available only after the usage has fallen below the capacity.
         let mut still_used = self.used;
         let mut reset = Duration::ZERO;
         for &(time, units) in &self.requests {
@@ -242,8 +243,8 @@ impl SlidingLog {
         }
     }
 
-    /// Reserves space for at least one more request. It doubles the space up to the quota, and adds one request at a time beyond it.
-    /// Shrinks the log some time after a burst.
+    /// Reserves space for at least one more request: doubles the space up to the quota, and adds one request at a time beyond the quota.
+    /// Shrinks the log when less than a quarter of a large space is used.
     fn make_room(&mut self, limit: u64) {
         let (len, capacity) = (self.requests.len(), self.requests.capacity());
         if len == capacity {
@@ -327,7 +328,7 @@ impl Counts {
         if receipt.as_micros() == 0 {
             return true;
         }
-        // The correction may come from an older policy with a smaller quota. Do not cut the counts to that.
+        // The correction may come from an older policy with a smaller quota. Do not cut the counts to that quota.
         let mut capacities =
             self.policy.params().iter().zip(policy.params()).map(|(old, new)| (old.capacity, new.capacity));
         if policy.quota_change() != QuotaChange::Reset && capacities.all(|(old, new)| new >= old) {

@@ -111,7 +111,7 @@ impl DelayQueueStore for MemoryBackend {
     }
 }
 
-/// Removes an unused queue when its last worker ends.
+/// When dropped with the subscription of a worker, removes the queue if it is unused: `QueueTable::with` does so after each operation.
 struct Watcher {
     backend: MemoryBackend,
     queue: QueueKey,

@@ -16,28 +16,28 @@ use crate::key::Key;
 use crate::lock::store::{Acquired, Claim, Notifications, Queueing, Released, Renewal, Token};
 use crate::lock::{Cursor, ForceReleased, LockHolder, LockKey, LockKind, LockPage, LockStatus};
 
-/// More than the number of threads that would lock shards at once.
+/// More shards than threads that usually lock one at the same time.
 const SHARDS: usize = 16;
-/// After a sweep over all locks, the next one waits this long for each lock: many times as long as the sweep takes.
+/// The minimum time between two sweeps over all locks, for each lock in the table. A sweep takes a small part of it.
 const SWEEP_INTERVAL_PER_LOCK: Duration = Duration::from_nanos(200);
 
 /// The leases of one memory backend and its clones. A lock without holder and waiter has no entry, except for expired leases that were not
 /// swept yet.
 pub(super) struct LockTable {
     shards: [Mutex<Shard>; SHARDS],
-    // When it was created, and that time in us by the system clock.
+    // When the table was created, and the same time by the system clock in us since 1970.
     since: Instant,
     since_us: u64,
     len: AtomicUsize,
     capacity: usize,
-    // When all locks were swept for the last time for lack of room.
+    // The last sweep over all locks. Such a sweep starts when the table is full.
     last_sweep: Mutex<Option<Instant>>,
 }
 
 #[derive(Default)]
 struct Shard {
     locks: IndexMap<LockKey, Record, IdentityBuildHasher>,
-    // The last fence of any lock in the shard: a free lock has no entry.
+    // The last fence of any lock in the shard. It is not kept for each lock, since a free lock has no entry.
     fence: u64,
     // Where to look next for expired leases.
     sweep_cursor: usize,
@@ -48,12 +48,12 @@ struct Record {
     // One, except for semaphores and readers.
     holders: SmallVec<[Holder; 1]>,
     held_as: LeaseMode,
-    // Notifies waiters, if there are any.
+    // Notifies waiters outside of the queue, if there are any.
     freed: Option<watch::Sender<()>>,
     queue: Option<Box<FairQueue>>,
 }
 
-/// The kind of a lease. Holders of different kinds never hold a lock together.
+/// How a lock is held. Leases of different modes never hold a lock together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum LeaseMode {
     #[default]
@@ -70,9 +70,9 @@ enum LeaseMode {
 struct FairQueue {
     by_arrival: BTreeMap<u64, FairPosition>,
     arrivals: HashMap<Token, u64>,
-    // When each position is lost.
+    // When each position expires, unless its waiter calls again.
     ends: BTreeSet<(Instant, u64)>,
-    next: u64,
+    last_arrival: u64,
     // Notifies queued waiters when they may acquire the lease.
     notifiers: HashMap<Token, watch::Sender<()>>,
 }
@@ -130,7 +130,7 @@ impl LockTable {
         })
     }
 
-    /// Runs a function, and again after a sweep if there was no room.
+    /// Runs `change`. If the table is full, sweeps it and runs `change` again.
     fn retry_after_sweep<T>(&self, change: impl Fn() -> Result<T, StoreError>) -> Result<T, StoreError> {
         let first = change();
         if !first.as_ref().is_err_and(StoreError::is_out_of_memory) {
@@ -192,15 +192,27 @@ impl LockTable {
             };
             return Ok(held.into_iter().zip(other).map(refusal).collect());
         }
-        let granted = claims.iter().map(|(lock, claim)| self.acquire_in(&mut shards[shard_of(lock)], lock, claim, now));
-        let granted = granted.collect::<Result<_, _>>();
-        if granted.is_err() {
-            drop(shards);
-            for (lock, claim) in claims {
-                self.release(lock, &claim.token);
+        let mut granted = Vec::with_capacity(claims.len());
+        // The leases that this call has added. If there is no room for all, it removes them, and keeps the leases that it only renewed.
+        let mut added = Vec::new();
+        for (lock, claim) in claims {
+            let shard = &mut shards[shard_of(lock)];
+            let is_renewed = shard.locks.get(lock).is_some_and(|record| record.is_held_by(&claim.token, now));
+            match self.acquire_in(shard, lock, claim, now) {
+                Ok(acquired) => granted.push(acquired),
+                Err(error) => {
+                    drop(shards);
+                    for (lock, token) in added {
+                        self.release(lock, token);
+                    }
+                    return Err(error);
+                }
+            }
+            if !is_renewed {
+                added.push((lock, &claim.token));
             }
         }
-        granted
+        Ok(granted)
     }
 
     fn acquire_in(
@@ -216,7 +228,7 @@ impl LockTable {
                 holder.ends = now + claim.ttl;
                 return Ok(Acquired::Granted { fence: holder.fence });
             }
-            if let Some(refusal) = record.refuse(claim, now) {
+            if let Some(refusal) = record.refusal_or_dequeue(claim, now) {
                 return Ok(refusal);
             }
         }
@@ -229,8 +241,9 @@ impl LockTable {
             }
             self.len.fetch_add(1, Ordering::Relaxed);
         }
-        // By the clock, as in Redis, so that a restarted program grants larger fences. A fence is ahead of the clock only if the floor of a
-        // claim was, or if this shard reserved more fences than microseconds passed. Uses the clock of the leases, which is never set back.
+        // Fences follow the clock, as in Redis, so that a restarted program grants larger fences. A fence is ahead of the clock only if the
+        // floor of a claim was ahead, or if this shard reserved more fences than microseconds passed. The clock is that of the leases,
+        // which is never set back.
         let elapsed = now.saturating_duration_since(self.since).as_micros() as u64;
         let fence = (shard.fence + 1).max(self.since_us + elapsed).max(claim.floor() + 1);
         shard.fence = fence + u64::from(claim.fences) - 1;
@@ -238,7 +251,7 @@ impl LockTable {
         record.holders.push(Holder { token: claim.token, since: now, ends: now + claim.ttl, fence, name: None });
         record.held_as = LeaseMode::of(claim);
         if record.holders.len() < record.held_as.permits(claim) {
-            // The next waiter may have room as well.
+            // There may be room for the next waiter as well.
             record.wake_first(Some(record.held_as));
         }
         Ok(Acquired::Granted { fence })
@@ -271,7 +284,7 @@ impl LockTable {
         let now = Instant::now();
         let holder = record.holders.iter().position(|holder| holder.token == *token);
         let holder = holder.map(|index| record.holders.remove(index));
-        // A waiter that was not first blocks no other.
+        // Only the first waiter blocks other waiters. If any other waiter leaves, no notification is needed.
         if holder.is_none() && !record.queue.as_mut().is_some_and(|queue| queue.leave(token)) {
             return Released::default();
         }
@@ -322,14 +335,15 @@ impl LockTable {
         ForceReleased { holders, fence: shard.fence }
     }
 
-    /// From the last entry to the first: an entry that is swapped into a gap was listed already.
+    /// Lists entries from the last to the first, so that none is missed: a removal moves the last entry into the gap, and that entry is
+    /// listed already.
     pub(super) fn list(&self, name: &Key, from: Cursor, max: usize) -> LockPage {
         let mut page = LockPage { locks: Vec::new(), next: None };
         let shard_index = from.part as usize;
         let Some(shard) = self.shards.get(shard_index) else { return page };
         let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
-        // With a position of zero, the list of a shard begins, at the last entry.
+        // A position of zero means the start of the shard's list, which is its last entry.
         let start = if from.position == 0 { shard.locks.len() } else { shard.locks.len().min(from.position as usize) };
         let end = start.saturating_sub(max);
         for (lock, record) in (end..start).rev().filter_map(|index| shard.locks.get_index(index)) {
@@ -375,7 +389,7 @@ impl Shard {
             held_for: now - holder.since,
             name: holder.name.as_deref().map(str::to_owned),
         });
-        // The last fence of the whole shard.
+        // `last_fence` is that of the whole shard.
         let holder_count = held().count();
         let kind = (holder_count > 0).then(|| record.held_as.kind());
         LockStatus { lock: *lock, last_fence: self.fence, kind, holder_count, holders: holders.collect() }
@@ -407,7 +421,7 @@ impl LeaseMode {
         }
     }
 
-    /// Number of possible holders of this kind.
+    /// How many holders a lock can have in this mode.
     const fn permits(self, claim: &Claim) -> usize {
         match self {
             Self::Semaphore | Self::SemaphoreQueued | Self::Reader => claim.permits as usize,
@@ -428,16 +442,16 @@ impl FairQueue {
         self.by_arrival.values().next()
     }
 
-    /// Keeps the position of a waiter, and returns whether it is the first. `None` if the queue is full.
-    fn keep_position(&mut self, token: Token, mode: LeaseMode, now: Instant) -> Option<bool> {
+    /// Extends the position of a waiter, or adds a waiter at the end. Returns whether the waiter is first, or `None` if the queue is full.
+    fn extend_or_enqueue(&mut self, token: Token, mode: LeaseMode, now: Instant) -> Option<bool> {
         let ends = now + Claim::POSITION_TTL;
         let arrival = match self.arrivals.get(&token).copied() {
             Some(arrival) => arrival,
             None if self.by_arrival.len() >= Claim::MAX_QUEUE as usize => return None,
             None => {
-                self.next += 1;
-                self.arrivals.insert(token, self.next);
-                self.next
+                self.last_arrival += 1;
+                self.arrivals.insert(token, self.last_arrival);
+                self.last_arrival
             }
         };
         if let Some(previous) = self.by_arrival.insert(arrival, FairPosition { token, mode, ends }) {
@@ -469,6 +483,10 @@ impl Record {
         self.holders.iter_mut().find(|holder| holder.token == *token)
     }
 
+    fn is_held_by(&self, token: &Token, now: Instant) -> bool {
+        self.holders.iter().any(|holder| holder.token == *token && now < holder.ends)
+    }
+
     fn is_free(&self, now: Instant) -> bool {
         self.holders.iter().all(|holder| holder.ends <= now)
     }
@@ -489,9 +507,9 @@ impl Record {
         self.is_watched() || self.queue.as_deref().is_some_and(is_alive)
     }
 
-    /// Why a lease is not granted to a claim that does not hold it; the claim may get a position in the queue. `None` if it is
-    /// granted, and leaves the queue.
-    fn refuse(&mut self, claim: &Claim, now: Instant) -> Option<Acquired> {
+    /// Decides about a claim without a lease. Returns the refusal, and gives a claim that enqueues a position. Returns `None` if the claim
+    /// can be granted, and removes it from the queue.
+    fn refusal_or_dequeue(&mut self, claim: &Claim, now: Instant) -> Option<Acquired> {
         let mode = LeaseMode::of(claim);
         if !self.holders.is_empty() && self.held_as.kind() != mode.kind() {
             return Some(Acquired::OtherKind { held: self.held_as.kind() });
@@ -510,7 +528,7 @@ impl Record {
         if claim.queueing != Queueing::Enqueue {
             return Some(Acquired::Busy { remaining });
         }
-        Some(match queue.keep_position(claim.token, mode, now) {
+        Some(match queue.extend_or_enqueue(claim.token, mode, now) {
             Some(is_first) => Acquired::Queued { is_first, remaining },
             None => Acquired::QueueFull { remaining },
         })
@@ -531,7 +549,7 @@ impl Record {
         }
     }
 
-    /// Notifies the first queued waiter; if others hold the lease, only if both can hold it.
+    /// Notifies the first queued waiter. If the lock is held, that is only if the waiter wants the mode `held_as` too.
     fn wake_first(&self, held_as: Option<LeaseMode>) {
         let Some(queue) = &self.queue else { return };
         let first = queue.first().filter(|first| held_as.is_none_or(|mode| mode == first.mode));
@@ -600,6 +618,16 @@ mod tests {
         table.acquire(&LockKey::new("test", "x"), &claim(10)).unwrap();
     }
 
+    /// Regression: a repeated call that found no room for another lock released the leases that its token had.
+    #[tokio::test(start_paused = true)]
+    async fn repeated_acquisition_without_room_keeps_held_leases() {
+        let table = LockTable::new(1);
+        let (held, other, claim) = (LockKey::new("test", "held"), LockKey::new("test", "other"), claim(1_000));
+        table.acquire(&held, &claim).unwrap();
+        assert!(table.acquire_all(&[(held, claim), (other, claim)]).unwrap_err().is_out_of_memory());
+        assert!(table.release(&held, &claim.token).was_held);
+    }
+
     #[tokio::test(start_paused = true)]
     async fn expired_leases_make_room_in_all_shards() {
         let table = LockTable::new(2);
@@ -623,7 +651,7 @@ mod tests {
         assert_eq!(table.len.load(Ordering::Relaxed), 0);
     }
 
-    /// Once, each refusal swept all locks, and blocked callers of other locks.
+    /// Formerly, each refusal swept all locks, and blocked callers of other locks.
     #[tokio::test(start_paused = true)]
     async fn refusals_without_room_do_not_sweep_all_locks_each_time() {
         let table = LockTable::new(20_000);
@@ -641,8 +669,8 @@ mod tests {
         assert!(!refused(&LockKey::new("test", "a")));
     }
 
-    /// Fences once counted from the creation of the backend and could run ahead of the clock, so that a restarted program
-    /// granted smaller ones.
+    /// Formerly, fences counted from the creation of the backend and could run ahead of the clock, so that a restarted program
+    /// granted smaller fences.
     #[tokio::test(start_paused = true)]
     async fn fences_rise_for_each_lock_and_follow_the_clock() {
         let table = LockTable::new(100);

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
-use std::time::{Duration, Instant as SystemInstant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant as StdInstant, SystemTime, UNIX_EPOCH};
 
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -16,22 +16,22 @@ use crate::delay_queue::{
 };
 use crate::key::Key;
 
-/// As in Redis: how many expired leases one call reclaims, and how many dead jobs it removes.
+/// As in Redis: how many expired leases one call reclaims, and how many dead jobs over the maximum number it removes.
 pub(super) const RECLAIM_BATCH: usize = 64;
 const MAX_TRIMMED: u64 = 320;
-/// If the system clock differs by this from its expected value, it was set, or the machine was suspended. It is longer than two clock reads
-/// take.
+/// If the system clock differs by this from its expected value, the clock was set, or the machine was suspended. Two clock reads
+/// take less time.
 const CLOCK_STEP: Duration = Duration::from_secs(1);
 /// About how many bytes of jobs one call claims. The last job may exceed it.
 const CLAIMED_BYTES: usize = 1 << 20;
 
-/// The date at an instant, from which all times count.
+/// The date at one instant. All times of the queues are this date plus the time since the instant.
 #[derive(Clone, Copy)]
 pub(super) struct ClockOrigin {
     pub(super) date: Duration,
     instant: Instant,
-    // By the system clock, which tests cannot pause.
-    system: SystemInstant,
+    // The same instant by the monotonic clock of the system, which tests cannot pause.
+    std_instant: StdInstant,
 }
 
 /// A time in ms since 1970, and a job. Jobs with the same time are in the order of their ids.
@@ -50,8 +50,8 @@ pub(super) struct Queue {
     // Cancelled jobs that still run, and the unique keys that they held. Jobs with the same id or key are not claimed meanwhile.
     cancelled: HashMap<JobId, Record>,
     cancelled_keys: HashMap<Key, JobId>,
-    unique: HashMap<Key, Holder>,
-    // Unique keys that are held for a time, by its end.
+    unique: HashMap<Key, UniqueHolder>,
+    // Unique keys that are held for a fixed time, in the order in which the holds end.
     pub(super) unique_ends: BTreeSet<(u64, Box<str>)>,
     // The size of all payloads and headers, and of those of dead jobs.
     pub(super) bytes: usize,
@@ -62,14 +62,14 @@ pub(super) struct Queue {
     pub(super) wake: Option<watch::Sender<()>>,
 }
 
-/// The job that holds a unique key, and the end of a hold for a time, which outlives the job.
-pub(super) struct Holder {
+/// The job that holds a unique key. A hold for a fixed time has an end, and may outlive the job.
+pub(super) struct UniqueHolder {
     id: JobId,
     until: Option<u64>,
 }
 
 pub(super) struct Record {
-    // Counts only ended attempts.
+    // Its `attempt` counts only ended attempts.
     pub(super) job: StoredJob,
     pub(super) state: JobState,
     due: u64,
@@ -98,20 +98,20 @@ pub(super) struct CallTime {
 impl ClockOrigin {
     pub(super) fn now() -> Self {
         let date = Duration::from_millis(since_1970(SystemTime::now()).as_millis() as u64);
-        Self { date, instant: Instant::now(), system: SystemInstant::now() }
+        Self { date, instant: Instant::now(), std_instant: StdInstant::now() }
     }
 
-    /// In µs since 1970.
+    /// The current time in µs since 1970.
     pub(super) fn us(&self) -> u64 {
         (self.date + self.instant.elapsed()).as_micros() as u64
     }
 
     /// Converts an instant of the machine's clock to the time of the queues. The queues do not read the date again, so the two differ after
     /// a suspension or a change of the clock.
-    fn instant(&self, instant: SystemTime) -> Duration {
-        // The date is read first, so that a pause in between makes no job early.
+    fn to_queue_time(self, instant: SystemTime) -> Duration {
+        // Read the date before `elapsed`, so that a pause between the two reads makes no job early.
         let (date, instant) = (since_1970(SystemTime::now()), since_1970(instant));
-        let expected = self.date + self.system.elapsed();
+        let expected = self.date + self.std_instant.elapsed();
         match date.abs_diff(expected) {
             step if step < CLOCK_STEP => instant,
             step if date > expected => instant.saturating_sub(step),
@@ -126,7 +126,7 @@ impl CallTime {
         match due {
             Due::In(delay) if delay.is_zero() => self.ms,
             Due::In(delay) => self.next_ms + millis(delay.min(Due::MAX_DELAY)),
-            Due::At(instant) => millis(self.origin.instant(instant)).max(self.ms),
+            Due::At(instant) => millis(self.origin.to_queue_time(instant)).max(self.ms),
         }
     }
 }
@@ -140,7 +140,7 @@ impl Record {
             JobState::Dead { .. } => (State::Dead, 0),
         };
         let attempt = self.job.attempt.saturating_add(running);
-        StoredJob { state, attempt, due_at: instant(self.snoozed.unwrap_or(self.due)), ..self.job.clone() }
+        StoredJob { state, attempt, due_at: system_time(self.snoozed.unwrap_or(self.due)), ..self.job.clone() }
     }
 
     fn is_held_by(&self, lease: &JobLease) -> bool {
@@ -178,7 +178,7 @@ impl Queue {
     }
 
     /// The job that holds a unique key.
-    pub(super) fn holder(&self, key: &Key, now_ms: u64) -> Option<&Holder> {
+    pub(super) fn holder(&self, key: &Key, now_ms: u64) -> Option<&UniqueHolder> {
         self.unique.get(key).filter(|holder| holder.until.is_none_or(|until| until > now_ms))
     }
 
@@ -201,14 +201,14 @@ impl Queue {
                 }
                 UniqueFor::WaitingOrRunning | UniqueFor::Waiting => None,
             };
-            self.unique.insert(unique.key, Holder { id: job.id, until });
+            self.unique.insert(unique.key, UniqueHolder { id: job.id, until });
             self.unique_ends.extend(until.map(|until| (until, unique.key.as_str().into())));
         }
         if was_dead {
             self.remove(&job.id);
         }
         let due = now.due(job.due);
-        let stored = StoredJob::new(job, instant(now.ms), instant(due));
+        let stored = StoredJob::new(job, system_time(now.ms), system_time(due));
         self.bytes += job.size();
         self.jobs.insert(job.id, Record { job: stored, state: JobState::Waiting, due, snoozed: None });
         self.enqueue(&job.id, due);
@@ -297,18 +297,18 @@ impl Queue {
         self.release(id, true, now);
     }
 
-    /// Releases the unique key of a job. A key that is held for a time stays if the caller wants that, or if cancellation does not end the
-    /// hold. Returns the key if it was released. A hold whose time has ended does not count.
+    /// Releases the unique key of a job. A key that is held for a time stays if `keeps_timed` is set, or if its span is an occurrence.
+    /// Returns the key if it was released. A hold whose time has ended is ignored.
     fn release(&mut self, id: &JobId, keeps_timed: bool, now: CallTime) -> Option<Key> {
         let Unique { key, span } = self.jobs.get(id)?.job.unique?;
         let keeps_timed = keeps_timed || matches!(span, UniqueFor::Occurrence(_));
-        let is_released = |holder: &Holder| holder.id == *id && !(keeps_timed && holder.until.is_some());
+        let is_released = |holder: &UniqueHolder| holder.id == *id && !(keeps_timed && holder.until.is_some());
         let is_released = self.holder(&key, now.ms).is_some_and(is_released);
         is_released.then(|| self.remove_unique(&key)).map(|()| key)
     }
 
     fn remove_unique(&mut self, key: &Key) {
-        if let Some(Holder { until: Some(until), .. }) = self.unique.remove(key) {
+        if let Some(UniqueHolder { until: Some(until), .. }) = self.unique.remove(key) {
             self.unique_ends.remove(&(until, key.as_str().into()));
         }
     }
@@ -320,11 +320,11 @@ impl Queue {
     }
 
     /// Ends the run of a cancelled job, so that a job with the same id or unique key can be claimed. Returns whether the token matched.
-    fn end_cancelled(&mut self, id: &JobId, held: u64, now: CallTime) -> bool {
+    fn end_cancelled(&mut self, id: &JobId, held_token: u64, now: CallTime) -> bool {
         let Some(&Record { state: JobState::Running { token, ends }, ref job, .. }) = self.cancelled.get(id) else {
             return false;
         };
-        if token != held {
+        if token != held_token {
             return false;
         }
         let key = job.unique.map(|unique| unique.key);
@@ -352,14 +352,14 @@ impl Queue {
     fn acquire_unique(&mut self, id: &JobId, now: CallTime) -> bool {
         let unique = self.jobs.get(id).and_then(|record| record.job.unique);
         let Some(Unique { key, span: UniqueFor::WaitingOrRunning }) = unique else { return true };
-        let is_held = |holder: &Holder| match holder.until {
+        let is_held = |holder: &UniqueHolder| match holder.until {
             Some(until) => until > now.ms,
             None => holder.id != *id,
         };
         if self.unique.get(&key).is_some_and(is_held) {
             return false;
         }
-        self.unique.insert(key, Holder { id: *id, until: None });
+        self.unique.insert(key, UniqueHolder { id: *id, until: None });
         true
     }
 
@@ -458,7 +458,7 @@ impl Queue {
             finished,
             jobs,
             more: next == Some(0),
-            // No notification gets lost within a process.
+            // Not limited to `Claim::MAX_WAIT`, since no notification gets lost within a process.
             next: next.map(Duration::from_millis),
             oldest_due: self.oldest_due(now),
             expired: expired.0,
@@ -467,7 +467,8 @@ impl Queue {
         }
     }
 
-    /// Makes jobs whose lease has ended wait again. Also returns the jobs that are now dead.
+    /// Ends the attempts whose lease has ended: each job waits again, is dead, or is removed if it was cancelled. Returns the numbers, and
+    /// the jobs that are now dead.
     fn reclaim(&mut self, now: CallTime) -> (Expired, Vec<Died>) {
         let over = self.leases.range(..(now.ms + 1, 0, JobId::LEAST)).take(RECLAIM_BATCH);
         let over: Vec<_> = over.map(|(_, token, id)| (*token, *id)).collect();
@@ -530,9 +531,9 @@ impl Queue {
             if let Some(record) = self.jobs.get_mut(&id) {
                 record.state = JobState::Running { token, ends };
                 jobs.push(ClaimedJob { token, job: record.view() });
-                let is_free = record.job.unique.is_some_and(|unique| unique.span == UniqueFor::Waiting);
+                let releases_unique = record.job.unique.is_some_and(|unique| unique.span == UniqueFor::Waiting);
                 self.leases.insert((ends, token, id));
-                if is_free {
+                if releases_unique {
                     self.release_untimed(&id, now);
                 }
             }
@@ -635,7 +636,7 @@ impl Queue {
         ids.len()
     }
 
-    /// The job with this id, or its cancelled run.
+    /// The job with this id, or else the cancelled job with this id that still runs.
     pub(super) fn get(&self, id: &JobId) -> Option<StoredJob> {
         self.jobs.get(id).or_else(|| self.cancelled.get(id)).map(Record::view)
     }
@@ -666,8 +667,8 @@ impl Queue {
     }
 }
 
-/// How many entries are due. It visits at most twice the smaller number, of due or of other entries, so that a long backlog does not hold
-/// the lock.
+/// How many entries are due. Searches from both ends and stops at the nearer boundary, so that a long backlog does not hold the lock for
+/// long.
 fn count_due<'a>(mut entries: impl DoubleEndedIterator<Item = &'a DueEntry> + ExactSizeIterator, now_ms: u64) -> usize {
     let len = entries.len();
     for visited in 0..len {
@@ -690,7 +691,7 @@ fn since_1970(instant: SystemTime) -> Duration {
     instant.duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-fn instant(ms: u64) -> SystemTime {
+fn system_time(ms: u64) -> SystemTime {
     UNIX_EPOCH + Duration::from_millis(ms)
 }
 

@@ -114,10 +114,8 @@ impl QueueTable {
         self.make_room(&mut queues, key, demand)?;
         Ok(self.change(&mut queues, key, |queue, now| {
             let mut admissions = vec![Admission::Full; jobs.len()];
-            for &priority in Priority::ALL {
-                for (i, job) in jobs.iter().enumerate().filter(|(_, job)| job.priority == priority) {
-                    admissions[i] = queue.push(job, max_jobs, now);
-                }
+            for (i, job) in by_priority(jobs) {
+                admissions[i] = queue.push(job, max_jobs, now);
             }
             admissions
         }))
@@ -206,6 +204,12 @@ impl QueueTable {
     }
 }
 
+/// The jobs of a push in the order in which they are admitted, with their indexes.
+fn by_priority(jobs: &[NewJob]) -> impl Iterator<Item = (usize, &NewJob)> {
+    let of = |priority| jobs.iter().enumerate().filter(move |(_, job)| job.priority == priority);
+    Priority::ALL.iter().flat_map(move |priority| of(*priority))
+}
+
 fn no_room() -> StoreError {
     StoreError::out_of_memory("the memory backend has no capacity for more jobs; raise `MemoryBackend::with_capacity`")
 }
@@ -225,7 +229,7 @@ impl Queues {
         // Ids and keys of earlier jobs of this push.
         let (mut ids, mut keys) = (HashSet::new(), HashSet::new());
         let (mut new, mut bytes) = (0, 0);
-        for job in jobs {
+        for (_, job) in by_priority(jobs) {
             let record = existing.and_then(|queue| queue.jobs.get(&job.id));
             let exists = record.is_some_and(|record| !matches!(record.state, JobState::Dead { .. }));
             let is_refused = exists || ids.contains(&job.id) || (record.is_none() && room == 0);
@@ -317,6 +321,15 @@ mod tests {
         let alike = [job(1, key), job(2, key)];
         assert_eq!(admitted(1, 10, &alike).await, exists(&alike[0]));
         assert!(admitted(10, 11, &many).await.is_err(), "the backend has no room for the last job");
+    }
+
+    /// Regression: the room was computed for the first jobs of a push, and the queue admitted those with the highest priority.
+    #[tokio::test(start_paused = true)]
+    async fn room_is_computed_for_the_jobs_with_the_highest_priority() {
+        let payload = vec![0; BYTES_PER_JOB + 1].into();
+        let jobs = [job(1, None), NewJob { priority: Priority::High, payload, ..job(2, None) }];
+        let result = MemoryBackend::with_capacity(1).push(&QueueKey::new("q"), &jobs, 1).await;
+        assert!(result.unwrap_err().is_out_of_memory());
     }
 
     #[tokio::test(start_paused = true)]

@@ -7,11 +7,11 @@ use super::slot::Slot;
 use crate::key::Key;
 use crate::rate_limit::Policy;
 
-/// How many keys are sampled to find one to evict. The least valuable of eight is nearly always among the lowest third, which is good
-/// enough. The sample has a fixed size, so the time of an eviction does not depend on the number of keys.
+/// How many keys are sampled to find one to evict. The least valuable of eight keys is nearly always among the least valuable third of all
+/// keys, which is good enough. The sample has a fixed size, so the time of an eviction does not depend on the number of keys.
 const SAMPLE: usize = 8;
-/// The search for a sample visits at most this many buckets. Before an insertion, the table [shrinks](Shard::shrink) if less than an eighth
-/// of its buckets are taken. A table with at most this many buckets does not shrink.
+/// The search for a sample visits at most this many buckets. They hold about a full sample: a larger table [shrinks](Shard::shrink) before
+/// an insertion if less than an eighth of its buckets are taken.
 const SAMPLED_BUCKETS: usize = 64;
 /// How many other keys an insertion examines, in at most [`SWEPT_BUCKETS`] buckets, to remove keys that expired a while ago. Two, so that
 /// the expired keys never far outnumber the others.

@@ -18,8 +18,8 @@ pub(crate) enum Protocol {
     Redis,
     Http,
     Tls {
-        /// Whether it requests a client certificate. Known for TLS 1.2 only. With TLS 1.3, the alert that ends the failed connection says
-        /// it.
+        /// Whether the server requests a client certificate with TLS 1.2. With TLS 1.3 this is not known here: the alert that ended the
+        /// failed connection tells it.
         wants_certificate: bool,
     },
 }
@@ -43,7 +43,7 @@ pub(crate) async fn diagnose(address: &ConnectionAddr, time_limit: Duration) -> 
     is_tls.then(|| Protocol::Tls { wants_certificate: messages(&tls).contains(&CERTIFICATE_REQUEST) })
 }
 
-/// Sends a request and reads the reply until it is enough, the server closes the connection, or the time is up.
+/// Sends a request and reads the reply until `is_enough` returns true for it, the server closes the connection, or the time is up.
 async fn exchange_bytes(
     server: (&str, u16),
     request: &[u8],
@@ -73,10 +73,10 @@ async fn exchange_bytes(
     reply
 }
 
-/// The types of TLS records...
+/// Types of TLS records.
 const ALERT: u8 = 21;
 const HANDSHAKE: u8 = 22;
-/// ...and of handshake messages.
+/// Types of TLS handshake messages.
 const CERTIFICATE_REQUEST: u8 = 13;
 const SERVER_HELLO_DONE: u8 = 14;
 

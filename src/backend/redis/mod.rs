@@ -33,10 +33,10 @@
 //! The URL selects one server, the primary of a Sentinel service, or a cluster ([`RedisOptions::from_url`]). The rest of your
 //! program stays the same.
 //!
-//! * *Sentinel*: to open a connection, the client asks all Sentinels for the primary and checks with `ROLE` that the server is one.
+//! * *Sentinel*: to open a connection, the client asks all Sentinels for the primary and checks with `ROLE` that it is a primary.
 //!   One reply is enough; a Sentinel that hangs costs 0.2 s. The client asks again when a Sentinel announces another primary
 //!   (`+promoted-slave` or `+switch-master`), and every 0.4 s in any case. So the client leaves a replaced primary within a second,
-//!   even if that still answers. With TLS, the certificate of the primary must match the address that the Sentinels announce.
+//!   even if the old primary still answers. With TLS, the certificate of the primary must match the address that the Sentinels announce.
 //! * *Cluster*: all keys of one rate-limit key, of one lock, or of one partition of a queue are in one slot. The client follows MOVED, ASK
 //!   and TRYAGAIN; they are not errors. Each node has its own connections, so a node that is down or hangs affects only its own slots.
 //!   Until another node serves these slots, the client keeps reading the slot map from the other nodes. A decision about several keys is
@@ -68,8 +68,9 @@
 //!
 //! If the server becomes a replica, the client closes the connection and connects to its address again. While the server refuses
 //! connections, calls fail at once instead of waiting for their deadline. If it accepts connections and does not answer, calls wait until
-//! their deadline. This ends when the client has detected the failure. If the network drops the packets of a connection attempt, the client
-//! repeats the attempt soon after a later one succeeds. A command whose reply is lost is never sent again, since it may have been counted.
+//! their deadline. When the client has detected this failure, calls fail at once, too. If the network drops the packets of a connection
+//! attempt, the client restarts this attempt soon after a later attempt succeeds. A command whose reply is lost is never sent again, since
+//! it may have been counted.
 //!
 //! # Batching
 //!
@@ -84,9 +85,9 @@
 //! The first renewal, release or lock batch opens a dedicated connection for these calls, which must not queue behind checks. Renewals
 //! include those of operations, loads of caches and running jobs. The first waiter opens a connection for subscriptions, which notifies
 //! waiters of released locks, completed operations and loaded values. WAIT blocks its connection, so locks that require replication use
-//! separate connections, and so do their renewals. For grants and for renewals, the replica counts 1, 2, 3 and all higher counts together
-//! each have at most as many as `connections`, at most 16. Simultaneous calls share one WAIT, so one or two connections are enough while
-//! the replicas are healthy.
+//! separate connections, and so do their renewals. Grants and renewals have separate groups of connections for 1, 2, 3, and 4 or more
+//! replicas. Each group has at most `connections` connections, and at most 16. Simultaneous calls share one WAIT, so one or two
+//! connections are enough while the replicas are healthy.
 //!
 //! A backend that was opened [from a pool](RedisBackend::from_pool) cannot subscribe. Waiters for a lock or an operation then poll once a
 //! second, waiters for a cached value twice a second, and queue workers at least every 5 s.
@@ -223,8 +224,8 @@ pub use ::bb8_redis;
 /// See the [module docs](self) for connections, keys and servers. Cheap to clone; clones share the connections, which close when the
 /// last clone is dropped.
 ///
-/// Create the backend in a runtime that outlives it. Calls may come from other runtimes, but connections are opened and failovers are
-/// followed in this one. After this runtime has ended, the next call opens new connections in the runtime of its caller.
+/// Create the backend in a runtime that outlives it. Calls may come from other runtimes, but the backend opens connections and follows
+/// failovers in its own runtime. After this runtime has ended, the next call opens new connections in the runtime of its caller.
 #[derive(Clone)]
 pub struct RedisBackend {
     inner: Arc<Inner>,
@@ -282,7 +283,7 @@ impl RedisBackend {
 
     /// Pings Redis and returns the round-trip time. Use it for alerts, and for the readiness of a service that is useless without Redis.
     ///
-    /// A service that only limits needs no Redis to be ready: its limits continue in each process while Redis fails.
+    /// A service that uses only rate limits is ready without Redis: its limits continue in each process while Redis fails.
     ///
     /// ```no_run
     /// use axum::{Router, extract::State, http::StatusCode, routing::get};
@@ -325,7 +326,7 @@ impl RedisBackend {
         }
     }
 
-    /// Closes everything that was made from this backend in this process, waits for it, and returns what was left: see
+    /// Closes everything that this process made from this backend, waits until it is closed, and returns what was left unfinished: see
     /// [`backend`](crate::backend#shutdown). Takes no longer than `deadline`, also while Redis does not answer.
     pub async fn shutdown(&self, deadline: Duration) -> ShutdownReport {
         self.inner.shutdown.shutdown(deadline).await

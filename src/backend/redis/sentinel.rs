@@ -1,8 +1,8 @@
 //! Connections to the current primary of a Sentinel service.
 //!
-//! The client library can query Sentinels, too. It uses `SENTINEL MASTERS`, which names the old primary until the failover is over, a
-//! second or more after the new primary has taken over. It queries one Sentinel after the other, so it waits for a Sentinel that
-//! hangs. It does not notice when a primary is replaced that is still up.
+//! The Sentinel queries of the client library are not used. They use `SENTINEL MASTERS`, which names the old primary until the failover is
+//! over, a second or more after the new primary has taken over. They query one Sentinel after the other, so they wait for a Sentinel
+//! that hangs. They do not notice the replacement of a primary that is still up.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -26,10 +26,10 @@ use super::peer::Peer;
 /// only on the second, which is later.
 const ANNOUNCEMENTS: [&str; 2] = ["+promoted-slave", "+switch-master"];
 /// How often to query the Sentinels without an announcement. A primary that is replaced while it is up accepts writes for seconds, until
-/// a Sentinel makes it a replica, and all of these are lost.
+/// a Sentinel makes it a replica, and all of these writes are lost.
 const POLL_INTERVAL: Duration = Duration::from_millis(400);
-/// The largest connect timeout that counts for the query timeout, which is four fifths of it. Without this bound, the recovery of a hanging
-/// Sentinel would be noticed too late.
+/// The query timeout is four fifths of the connect timeout, and at most four fifths of this time. Without this bound, the watcher would
+/// notice the recovery of a hanging Sentinel too late.
 const MAX_QUERY_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long to wait for the other Sentinels after the first reply: a hanging Sentinel should not cost the whole connect timeout.
 const STRAGGLER_TIMEOUT: Duration = Duration::from_millis(200);
@@ -43,8 +43,8 @@ pub(crate) struct Sentinels {
     sentinels: Vec<Arc<Sentinel>>,
     open: ClientFactory,
     config: AsyncConnectionConfig,
-    // How long the queries of all Sentinels may take together after one of them has failed. It leaves time to use the replies of the other
-    // Sentinels.
+    // If the query of one Sentinel fails, how long the queries of all Sentinels may take, from their start. It leaves time to use the
+    // replies of the other Sentinels.
     query_timeout: Duration,
     connect_timeout: Duration,
     term_number: watch::Sender<u64>,
@@ -54,13 +54,13 @@ pub(crate) struct Sentinels {
     watcher: std::sync::Mutex<AbortHandle>,
 }
 
-/// What the watcher compares announcements with.
+/// The primaries with which the watcher compares the replies of the Sentinels.
 #[derive(Default)]
 struct PrimaryTracker {
-    // The primary of the last announcement. Before the first one, the primary that was connected to.
+    // The primary that the watcher accepted last. Before that, the primary of the first connection.
     primary: Option<NamedPrimary>,
-    // Another primary that was connected to since then, named by the Sentinels that replied at that time. If there are several, the
-    // one with the lowest epoch.
+    // Another primary to which a connection was opened since then, because the Sentinels that replied to that connection's query named it.
+    // If there are several, the one with the lowest epoch.
     unconfirmed: Option<NamedPrimary>,
 }
 
@@ -103,16 +103,16 @@ impl PrimaryTerm {
 }
 
 impl PrimaryTracker {
-    fn connected(&mut self, announced: &NamedPrimary) {
+    fn connected(&mut self, named: &NamedPrimary) {
         match &self.primary {
-            None => self.primary = Some(announced.clone()),
-            Some(known) if known.primary == announced.primary => {}
-            Some(_) if self.unconfirmed.as_ref().is_some_and(|unconfirmed| unconfirmed.epoch <= announced.epoch) => {}
-            Some(_) => self.unconfirmed = Some(announced.clone()),
+            None => self.primary = Some(named.clone()),
+            Some(known) if known.primary == named.primary => {}
+            Some(_) if self.unconfirmed.as_ref().is_some_and(|unconfirmed| unconfirmed.epoch <= named.epoch) => {}
+            Some(_) => self.unconfirmed = Some(named.clone()),
         }
     }
 
-    /// Processes the newest announcements. Returns whether connections have to be replaced.
+    /// Processes the replies with the highest epoch. Returns whether connections have to be replaced.
     fn observe(&mut self, newest: &[&NamedPrimary], is_unanimous: bool) -> bool {
         let Some(first) = newest.first() else { return false };
         let is_named = |primary: &Address| newest.iter().any(|reply| reply.primary == *primary);
@@ -122,7 +122,10 @@ impl PrimaryTracker {
             Some(known) if is_named(&known.primary) => {
                 // If the unconfirmed primary is neither newer nor another name of the current primary, an isolated Sentinel named it.
                 let is_settled = |unconfirmed: &mut NamedPrimary| unconfirmed.epoch <= first.epoch || is_unanimous;
-                self.unconfirmed.take_if(is_settled).is_some_and(|unconfirmed| !is_named(&unconfirmed.primary))
+                let settled = self.unconfirmed.take_if(is_settled);
+                // A primary that was replaced and came back has a newer epoch.
+                self.primary = Some(NamedPrimary { epoch: known.epoch.max(first.epoch), ..known.clone() });
+                settled.is_some_and(|unconfirmed| !is_named(&unconfirmed.primary))
             }
             Some(known) if first.epoch <= known.epoch && !is_unanimous => false,
             known => {
@@ -167,25 +170,26 @@ impl Sentinel {
         // The connection is taken out during a query, so that an abandoned query leaves no connection with a pending reply.
         let mut slot = self.connection.lock().await;
         if let Some(mut connection) = slot.take()
-            && let Ok(announced) = announcement(&mut connection, service).await
+            && let Ok(named) = query_primary(&mut connection, service).await
         {
             *slot = Some(connection);
-            return Ok(announced);
+            return Ok(named);
         }
         // There was no connection, or the query over it failed.
         let mut connection = self.connect().await?;
-        let announced = announcement(&mut connection, service).await?;
+        let named = query_primary(&mut connection, service).await?;
         *slot = Some(connection);
-        Ok(announced)
+        Ok(named)
     }
 }
 
-/// Whether an announcement is about a service. The name of the service is one of its words: the first, or after the promoted server.
+/// Whether an announcement is about a service. It contains the service's name: as the first word of `+switch-master`, and after the
+/// promoted server in `+promoted-slave`.
 fn is_about(event: &Value, service: &str) -> bool {
     matches!(event, Value::BulkString(event) if event.split(|byte| *byte == b' ').any(|word| word == service.as_bytes()))
 }
 
-async fn announcement(connection: &mut MultiplexedConnection, service: &str) -> Result<NamedPrimary, RedisError> {
+async fn query_primary(connection: &mut MultiplexedConnection, service: &str) -> Result<NamedPrimary, RedisError> {
     // The epoch first: a failover between the two commands then makes a new primary look old, and not the reverse.
     let master = redis::cmd("SENTINEL").arg("MASTER").arg(service).query_async(connection).await;
     let master: HashMap<String, String> = master.map_err(sentinel_error)?;
@@ -209,8 +213,14 @@ impl Sentinels {
         let sentinels: Vec<_> = sentinels.into_iter().map(sentinel).collect();
         let (term_number, tracker) = (watch::Sender::new(0), Arc::default());
         let query_timeout = connect_timeout.min(MAX_QUERY_TIMEOUT) * 4 / 5;
-        let watcher =
-            std::sync::Mutex::new(watcher(&service, &sentinels, query_timeout, &term_number, &tracker, &announced));
+        let watcher = std::sync::Mutex::new(spawn_watcher(
+            &service,
+            &sentinels,
+            query_timeout,
+            &term_number,
+            &tracker,
+            &announced,
+        ));
         Self {
             service,
             sentinels,
@@ -230,7 +240,7 @@ impl Sentinels {
         let mut current = self.watcher.lock().unwrap_or_else(PoisonError::into_inner);
         if current.is_finished() {
             let Self { service, sentinels, query_timeout, term_number, tracker, announced, .. } = self;
-            *current = watcher(service, sentinels, *query_timeout, term_number, tracker, announced);
+            *current = spawn_watcher(service, sentinels, *query_timeout, term_number, tracker, announced);
         }
     }
 
@@ -250,7 +260,7 @@ impl Sentinels {
         open_subscriber(&client, push_sender).await.map(|connection| (connection, term))
     }
 
-    /// The current term. Called before the Sentinels are queried: if they announce another primary meanwhile, the term is over.
+    /// The current term. Called before the Sentinels are queried: if the watcher learns of another primary meanwhile, the term is over.
     fn term(&self) -> PrimaryTerm {
         self.ensure_watcher();
         PrimaryTerm { number: *self.term_number.borrow(), current: self.term_number.subscribe() }
@@ -264,29 +274,29 @@ impl Sentinels {
         let until = Instant::now() + self.connect_timeout * 9 / 10;
         let (replies, failure) = query_all(&self.service, self.sentinels.iter().cloned(), self.query_timeout).await;
         let mut failure = match failure {
-            // All replies say so.
+            // Every Sentinel that replied does not know the service.
             Some(error) if replies.is_empty() && is_unknown(&error) => return Err(unknown_to_all(&self.service)),
-            // Another Sentinel knows the service.
+            // Another Sentinel knows the service, so this error does not matter.
             failure => failure.filter(|error| !is_unknown(error)),
         };
         let mut tried: Vec<&Address> = Vec::new();
-        for announced in newest(&replies) {
-            if tried.contains(&&announced.primary) {
+        for named in newest(&replies) {
+            if tried.contains(&&named.primary) {
                 continue;
             }
-            tried.push(&announced.primary);
-            let connected = timeout_at(until, self.connect_to(&announced.primary)).await;
+            tried.push(&named.primary);
+            let connected = timeout_at(until, self.connect_to(&named.primary)).await;
             match connected.unwrap_or_else(|_| Err(no_connection(self.connect_timeout))) {
                 Ok(connected) => {
                     let mut tracker = lock(&self.tracker);
-                    // If the term is over, the connection is dropped anyway, and says nothing about other connections.
+                    // If the term is over, this connection is replaced anyway, so the tracker does not need its primary.
                     if !term.is_over() {
-                        tracker.connected(announced);
+                        tracker.connected(named);
                     }
                     return Ok(connected);
                 }
                 Err(error) => {
-                    let (host, port) = announced.primary.clone();
+                    let (host, port) = named.primary.clone();
                     let primary = Peer::Primary(ConnectionAddr::Tcp(host, port));
                     failure = Some(more_specific(failure, error::with_peer(primary, error)));
                 }
@@ -339,9 +349,9 @@ async fn query_all(
             () = sleep_until(until), if failure.is_some() || !replies.is_empty() => None,
         };
         match reply {
-            Some(Ok(Ok(announced))) => {
+            Some(Ok(Ok(named))) => {
                 until = until.min(Instant::now() + STRAGGLER_TIMEOUT);
-                replies.push(announced);
+                replies.push(named);
             }
             Some(Ok(Err(error))) => failure = Some(more_specific(failure, error)),
             // The task was dropped with the runtime.
@@ -351,14 +361,14 @@ async fn query_all(
     }
 }
 
-/// The announcements with the highest epoch. They differ if Sentinels use different names for one server.
+/// The replies with the highest epoch. Their addresses differ if Sentinels use different names for one server.
 fn newest(replies: &[NamedPrimary]) -> Vec<&NamedPrimary> {
     let epoch = replies.iter().map(|reply| reply.epoch).max();
     replies.iter().filter(|reply| Some(reply.epoch) == epoch).collect()
 }
 
-/// Ends the term of a primary once a newer one is announced, as long as the Sentinels exist.
-fn watcher(
+/// Starts a task that ends the term of a primary when the Sentinels name a newer one.
+fn spawn_watcher(
     service: &Arc<str>,
     sentinels: &[Arc<Sentinel>],
     query_timeout: Duration,
@@ -395,7 +405,7 @@ async fn watch_primary(
                 term_number.send_modify(|number| *number += 1);
             }
         }
-        // An announcement triggers a query of all Sentinels, since its validity depends on what the others know.
+        // An announcement only triggers a query of all Sentinels, since the Sentinel that sent it may be isolated.
         let _ = timeout(POLL_INTERVAL, announced.notified()).await;
     }
 }
@@ -421,7 +431,7 @@ fn unknown_to_all(service: &str) -> RedisError {
     (ErrorKind::MasterNameNotFoundBySentinel, "name not found in sentinel", reason).into()
 }
 
-/// Maps errors that are not about credentials.
+/// Maps the errors of a Sentinel without the service, and of a server that is not a Sentinel.
 fn sentinel_error(error: RedisError) -> RedisError {
     match error.detail() {
         Some(detail) if detail.contains("No such master") => unknown_service(),
@@ -432,7 +442,8 @@ fn sentinel_error(error: RedisError) -> RedisError {
     }
 }
 
-/// The more specific of two errors. A refusal by a server is more specific than an unreachable Sentinel, or one without a primary.
+/// The more specific of two errors. A refusal by a server is most specific, then an unknown service or a replaced primary, and then an
+/// unreachable server.
 fn more_specific(known: Option<RedisError>, error: RedisError) -> RedisError {
     let specificity = |error: &RedisError| match error::inner(error).kind() {
         ErrorKind::Io => 0,
@@ -455,13 +466,13 @@ impl fmt::Display for Sentinels {
 mod tests {
     use super::*;
 
-    fn announced(epoch: u64, host: &str) -> NamedPrimary {
+    fn named(epoch: u64, host: &str) -> NamedPrimary {
         NamedPrimary { epoch, primary: (host.to_owned(), 6379) }
     }
 
     #[test]
     fn primary_of_isolated_sentinel_is_left() {
-        let (old, new, next) = (announced(5, "old"), announced(6, "new"), announced(7, "next"));
+        let (old, new, next) = (named(5, "old"), named(6, "new"), named(7, "next"));
         let mut tracker = PrimaryTracker::default();
         tracker.connected(&new);
         assert!(!tracker.observe(&[&new], false));
@@ -477,8 +488,17 @@ mod tests {
     }
 
     #[test]
+    fn isolated_sentinel_does_not_end_the_term_of_a_known_primary() {
+        let (first, between, again) = (named(5, "a"), named(6, "b"), named(7, "a"));
+        let mut tracker = PrimaryTracker::default();
+        tracker.connected(&first);
+        assert!(!tracker.observe(&[&again], false), "nobody heard of `b`");
+        assert!(!tracker.observe(&[&between], false), "only the isolated Sentinel replied");
+    }
+
+    #[test]
     fn aliases_of_one_primary_do_not_end_its_term() {
-        let (one, other) = (announced(6, "10.0.0.1"), announced(6, "redis.internal"));
+        let (one, other) = (named(6, "10.0.0.1"), named(6, "redis.internal"));
         let mut tracker = PrimaryTracker::default();
         tracker.connected(&one);
         for _ in 0..3 {
@@ -537,7 +557,7 @@ mod tests {
         assert!(others.iter().all(|pause| **pause >= POLL_INTERVAL), "{pauses:?}");
     }
 
-    /// The client library rejects a receiver of announcements without RESP3, which left no connection at all.
+    /// Regression: the client library rejects a receiver of announcements without RESP3, so every connection failed.
     #[tokio::test]
     async fn sentinel_without_hello_is_queried() {
         use tokio::io::{AsyncReadExt, AsyncWriteExt};

@@ -28,7 +28,7 @@ impl Parameters {
     pub(crate) fn parse(query: &str) -> Result<Self, ConfigError> {
         let mut parameters = Self::default();
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
-            // The error must not repeat a pair without `=`, which may be the second half of a password.
+            // The error must not repeat a pair without `=`: it may be the rest of a password that contains a `&`.
             let (name, value) = pair
                 .split_once('=')
                 .ok_or_else(|| ConfigError::invalid_url("each parameter is written as `name=value`, such as `db=3`"))?;

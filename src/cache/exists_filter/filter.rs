@@ -19,7 +19,7 @@ use crate::key::Key;
 use crate::reach::Reach;
 use crate::store::circuit::CircuitBreaker;
 
-/// A Bloom filter of the keys that exist: a key that it excludes does not exist, and of the keys that do not exist, about 1 % pass it.
+/// A Bloom filter of the keys that exist. A key that the filter excludes does not exist. About 1 % of the absent keys pass it as well.
 ///
 /// See the [module docs](super) for an example, its sizes, and the cases in which it excludes a key that exists.
 ///
@@ -32,9 +32,9 @@ pub struct ExistsFilter {
 
 impl ExistsFilter {
     const TTLS: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(365 * 86_400));
-    /// The store keeps a new version for one hour after the last call of its builder. A longer pause would use up much of this hour.
+    /// During a rebuild, the store keeps the new version for one hour after the last call. A longer wait would use up much of this hour.
     const MAX_VISIBLE_WITHIN: Duration = Duration::from_secs(600);
-    /// How often an addition is repeated if builds begin or end meanwhile.
+    /// The largest number of attempts of an addition, if builds begin or end meanwhile.
     const ATTEMPTS: usize = 8;
 
     /// The filter `name` of `store`, which is a [backend](crate::backend). [`rebuild`](Self::rebuild) gives it room for `capacity` keys.
@@ -85,13 +85,13 @@ impl ExistsFilter {
 
     /// Keeps a copy of the filter in this process too, and tests keys without a call of the store. By default, and with zero, there is none.
     ///
-    /// No test uses a copy that is older than `max_age`, or than a year. So for up to `max_age`, this process may exclude a key that
-    /// another process has added. Keys that it adds itself are in its copy at once. Set `max_age` to a time for which a new row may seem
+    /// A copy is used until it is `max_age` old, or a year if that is shorter. So for up to `max_age`, this process may exclude a key that
+    /// another process has added. Keys that this process adds are in its copy at once. Set `max_age` to a time for which a new row may seem
     /// absent.
     ///
     /// While keys are tested, a task looks whether the filter has changed: twice in each `max_age`, but at most four times per second. If
     /// so, it reads the whole filter: 1.3 MB for a million keys. A filter of more than 16 MiB has no copy. During a refresh, the process
-    /// has two. Clones of this filter share the copy, and the last one ends the task.
+    /// has two copies. Clones of this filter share the copy. The task ends when the last clone is dropped.
     #[must_use]
     pub fn local_copy(mut self, max_age: Duration) -> Self {
         let (_, longest) = Self::TTLS;
@@ -162,7 +162,7 @@ impl ExistsFilter {
         let (Some(version), Some(active)) = (known.status.ids.active, known.status.active) else { return Ok(true) };
         let bits = active.layout.locate(key);
         match client.call(client.store.read_block(&client.filter, &version, bits.block)).await? {
-            // An addition that finds no ids of versions relies on this age.
+            // If the store has lost the ids of the versions, `add_chunk` relies on this age: it waits until all known ids are older.
             Some(block) => Ok(bits.are_set_in(&block) || known.read.elapsed() > MAX_AGE),
             None => {
                 // Another version may be active by now.
@@ -178,7 +178,7 @@ impl ExistsFilter {
     /// the first addition without a filter takes 1.25 seconds: if Redis has just evicted the filter, other processes may use it for another
     /// second.
     ///
-    /// If the absence of the key is cached, it stays so: [invalidate](crate::Cache::invalidate) the key after the commit, or
+    /// A cached absence of the key stays cached: [invalidate](crate::Cache::invalidate) the key after the commit, or
     /// [store](crate::Cache::set) the new value.
     ///
     /// # Errors

@@ -24,10 +24,10 @@ pub(super) struct LocalCopy {
     max_age: Duration,
     state: Arc<State>,
     // At most one task, which ends with this value.
-    refresh: Mutex<JoinSet<()>>,
+    refresh_task: Mutex<JoinSet<()>>,
 }
 
-/// Shared with the task.
+/// The state of a [`LocalCopy`], which its task shares.
 #[derive(Default)]
 struct State(RwLock<Copies>);
 
@@ -37,7 +37,7 @@ struct Copies {
     // The copy that the task is reading. Additions of this process go to this copy too.
     loading: Option<Bits>,
     // When the next refresh is due. `None`: at once.
-    refresh: Option<Instant>,
+    refresh_at: Option<Instant>,
     is_warned: bool,
 }
 
@@ -47,8 +47,8 @@ struct Current {
     // The number of set bits that the store had before the copy was read. Bits are never cleared, so the store still has the same bits if
     // their number is the same.
     set_bits: u64,
-    // A time at which the copy had all bits of the store.
-    complete: Instant,
+    // The latest known time at which the copy had all bits of the store.
+    complete_at: Instant,
 }
 
 struct Bits {
@@ -59,7 +59,7 @@ struct Bits {
 
 impl LocalCopy {
     pub(super) fn new(max_age: Duration) -> Self {
-        Self { max_age, state: Arc::default(), refresh: Mutex::default() }
+        Self { max_age, state: Arc::default(), refresh_task: Mutex::default() }
     }
 
     /// Whether the copy may contain a key. `None` without a copy that is recent enough.
@@ -67,8 +67,12 @@ impl LocalCopy {
         let now = Instant::now();
         let (might_contain, is_due) = {
             let copies = self.state.read();
-            let used = copies.used.as_ref().filter(|used| now.saturating_duration_since(used.complete) < self.max_age);
-            (used.map(|used| used.bits.might_contain(key)), copies.refresh.is_none_or(|refresh| refresh <= now))
+            let used =
+                copies.used.as_ref().filter(|used| now.saturating_duration_since(used.complete_at) < self.max_age);
+            (
+                used.map(|used| used.bits.might_contain(key)),
+                copies.refresh_at.is_none_or(|refresh_at| refresh_at <= now),
+            )
         };
         if is_due {
             self.start_refresh(client, now);
@@ -87,19 +91,20 @@ impl LocalCopy {
         }
     }
 
-    /// Removes the copy. A refresh in progress does not replace it.
+    /// Removes the copy, and discards the copy that a refresh is reading.
     pub(super) fn clear(&self) {
-        *self.state.write() = Copies::default();
+        let mut copies = self.state.write();
+        *copies = Copies { is_warned: copies.is_warned, ..Copies::default() };
     }
 
     fn start_refresh(&self, client: &StoreClient, now: Instant) {
-        let mut refresh = self.refresh.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut refresh = self.refresh_task.lock().unwrap_or_else(PoisonError::into_inner);
         while refresh.try_join_next().is_some() {}
         if !refresh.is_empty() {
             return;
         }
         let pause = (self.max_age / 2).max(MIN_PAUSE);
-        self.state.write().refresh = Some(now + pause);
+        self.state.write().refresh_at = Some(now + pause);
         let (client, state) = (client.clone(), Arc::clone(&self.state));
         refresh.spawn(async move {
             if let Err(error) = state.refresh(&client).await {
@@ -111,18 +116,18 @@ impl LocalCopy {
 }
 
 impl State {
-    /// Makes the copy complete as of now.
+    /// Brings the copy up to date, or removes it if the filter is missing or too large for a copy.
     async fn refresh(&self, client: &StoreClient) -> Result<(), StoreError> {
         let known = client.current_status().await?;
         let Some((version, active)) = known.status.ids.active.zip(known.status.active) else {
             self.write().used = None;
             return Ok(());
         };
-        let (layout, set_bits, complete) = (active.layout, active.bits, known.read);
+        let (layout, set_bits, complete_at) = (active.layout, active.bits, known.read);
         {
             let mut copies = self.write();
-            if complete.elapsed() > MAX_AGE {
-                // The ids may be lost since then, so an addition of this process may not be in this version.
+            if complete_at.elapsed() > MAX_AGE {
+                // The store may have lost the ids since. Additions of this process then found no version, so this version lacks them.
                 return Ok(());
             }
             if layout.bytes() > MAX_BYTES {
@@ -137,7 +142,7 @@ impl State {
                 && used.bits.version == version
                 && used.set_bits == set_bits
             {
-                used.complete = complete;
+                used.complete_at = complete_at;
                 return Ok(());
             }
             copies.loading = Some(Bits::new(version, layout));
@@ -157,7 +162,7 @@ impl State {
         }
         let mut copies = self.write();
         if let Some(bits) = copies.loading.take() {
-            copies.used = Some(Current { bits, set_bits, complete });
+            copies.used = Some(Current { bits, set_bits, complete_at });
         }
         Ok(())
     }

@@ -37,15 +37,15 @@
 //! | [`ttl`](ExistsFilter::ttl) | 30 days | how long the filter is kept after the last addition or rebuild |
 //! | [`visible_within`](ExistsFilter::visible_within) | 10 s | the longest time from the addition of a key until a query finds its row |
 //! | [`deadline`](ExistsFilter::deadline) | 100 ms | the deadline of a store call |
-//! | [`circuit_breaker`](ExistsFilter::circuit_breaker) | after 5 failures | when tests stop calling a failing store |
-//! | [`local_copy`](ExistsFilter::local_copy) | none | the largest age of a copy in this process, with which a test needs no call of the store |
+//! | [`circuit_breaker`](ExistsFilter::circuit_breaker) | after 5 failures | when tests of keys stop calling a failing store |
+//! | [`local_copy`](ExistsFilter::local_copy) | none | the largest age of a copy in this process, which tests of keys then read |
 //!
 //! # Size and cost
 //!
 //! The filter is a split-block Bloom filter (Putze, Sanders and Singler, "Cache-, Hash- and Space-Efficient Bloom Filters", 2007; also in
-//! Apache Impala and Parquet) in a plain Redis string. It needs no Redis module. A test reads 32 bytes with one GETRANGE. About twice per
-//! second, a process also reads which version of the filter is in use, with two or three more commands. An addition is one script, for up
-//! to 128 keys.
+//! Apache Impala and Parquet) in a plain Redis string. It needs no Redis module. A test of a key reads 32 bytes with one GETRANGE. About
+//! twice per second, a process also reads which version of the filter is in use, with two or three more commands. An addition is one
+//! script, for up to 128 keys.
 //!
 //! | error rate | bits for each key | a million keys | part of the bits that is set at the capacity |
 //! | --- | --- | --- | --- |
@@ -68,13 +68,13 @@
 //!
 //! # What "absent" means
 //!
-//! A key that the filter excludes was not added to it since the last rebuild, and was not in the stream of that rebuild. Every key may
-//! exist:
+//! A key that the filter excludes was not added to it since the last rebuild, and was not in the stream of that rebuild. The filter
+//! excludes no key:
 //!
 //! * before the first rebuild is complete;
 //! * after the `ttl` of the filter, if nothing was added meanwhile;
-//! * if Redis has evicted the filter, or its data is damaged. The next rebuild repairs it. If the key with the ids of its versions holds
-//!   other data, additions and rebuilds fail until you delete that key.
+//! * if Redis has evicted the filter, or its data is damaged. The next rebuild repairs it. If the Redis key with the ids of its versions
+//!   holds other data, additions and rebuilds fail until you delete that Redis key.
 //!
 //! A key that exists may be excluded if:
 //!
@@ -86,9 +86,9 @@
 //!   `max_age` ago;
 //! * another program has changed the bits.
 //!
-//! If Redis evicts only the key with the ids of the versions, other processes may still use a version that additions do not find. A process
-//! uses ids for at most one second, so the first additions and rebuilds without ids wait for 1.25 seconds. The key then holds the time at
-//! which they were first missed, so that later additions do not wait.
+//! If Redis evicts only the Redis key with the ids of the versions, other processes may still use a version that additions do not find. A
+//! process uses ids for at most one second, so additions and rebuilds that find no ids wait until 1.25 seconds after the first of them. The
+//! Redis key then holds the time at which the ids were first missed, so that later additions do not wait.
 //!
 //! # Cancellation
 //!

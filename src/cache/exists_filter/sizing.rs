@@ -5,11 +5,11 @@ use super::layout::Layout;
 
 /// The smallest and the largest rate of false positives.
 const ERROR_RATES: (f64, f64) = (0.000_001, 0.5);
-/// With more keys per block than this, the rate of false positives is larger than 0.7, and so than every allowed rate.
-const MAX_LOAD: f64 = 100.0;
-/// More than the number of keys in any block with that load.
-const MAX_KEYS: u32 = 512;
-/// The steps of the search, enough for the precision of a number.
+/// With more keys per block than this, the rate of false positives is larger than 0.7, which is above every allowed rate.
+const MAX_KEYS_PER_BLOCK: f64 = 100.0;
+/// With at most [`MAX_KEYS_PER_BLOCK`] keys per block on average, practically no block has this many keys.
+const POISSON_TERMS: u32 = 512;
+/// The steps of the bisection, enough for the precision of an `f64`.
 const STEPS: u32 = 60;
 
 /// The number of blocks with which a filter of `capacity` keys has this rate of false positives.
@@ -22,7 +22,7 @@ pub(super) fn blocks(capacity: u64, error_rate: f64) -> Result<u32, ExistsFilter
     if !(min..=max).contains(&error_rate) {
         return Err(ExistsFilterError::ErrorRateOutOfRange { error_rate, min, max });
     }
-    let blocks = (capacity as f64 / load(error_rate)).ceil();
+    let blocks = (capacity as f64 / keys_per_block(error_rate)).ceil();
     if blocks > f64::from(Layout::MAX_BLOCKS) {
         let bytes = blocks * Layout::BLOCK_LEN as f64;
         return Err(ExistsFilterError::TooLarge {
@@ -33,15 +33,15 @@ pub(super) fn blocks(capacity: u64, error_rate: f64) -> Result<u32, ExistsFilter
     Ok((blocks as u32).max(1))
 }
 
-/// Whether a filter of this size has a larger rate of false positives with these keys.
+/// Whether the rate of false positives of `blocks` blocks with this number of keys is larger than `error_rate`.
 pub(super) fn is_overfull(blocks: u32, keys: u64, error_rate: f64) -> bool {
-    let load = keys as f64 / f64::from(blocks);
-    load > MAX_LOAD || false_positives(load) > error_rate
+    let keys_per_block = keys as f64 / f64::from(blocks);
+    keys_per_block > MAX_KEYS_PER_BLOCK || false_positives(keys_per_block) > error_rate
 }
 
 /// The number of keys per block at which the filter has this rate of false positives.
-fn load(error_rate: f64) -> f64 {
-    let (mut low, mut high) = (0.0, MAX_LOAD);
+fn keys_per_block(error_rate: f64) -> f64 {
+    let (mut low, mut high) = (0.0, MAX_KEYS_PER_BLOCK);
     for _ in 0..STEPS {
         let middle = f64::midpoint(low, high);
         if false_positives(middle) > error_rate { high = middle } else { low = middle }
@@ -53,11 +53,11 @@ fn load(error_rate: f64) -> f64 {
 ///
 /// The number of keys in a block has a Poisson distribution. With `n` keys, a bit of a word is set with the probability `1 - (31/32)^n`,
 /// and a false positive needs such a bit in each of the eight words.
-fn false_positives(load: f64) -> f64 {
-    let (mut probability, mut clear, mut sum) = ((-load).exp(), 1.0_f64, 0.0);
-    for keys in 0..MAX_KEYS {
+fn false_positives(keys_per_block: f64) -> f64 {
+    let (mut probability, mut clear, mut sum) = ((-keys_per_block).exp(), 1.0_f64, 0.0);
+    for keys in 0..POISSON_TERMS {
         sum += probability * (1.0 - clear).powi(8);
-        probability *= load / f64::from(keys + 1);
+        probability *= keys_per_block / f64::from(keys + 1);
         clear *= 31.0 / 32.0;
     }
     sum

@@ -40,7 +40,7 @@ pub trait ExistsFilterStore {
         block: u32,
     ) -> impl Future<Output = Result<Option<Block>, StoreError>> + Send;
 
-    /// This number of blocks of a version, from the block `first` on. `None` if the store does not have all of their bytes.
+    /// `count` blocks of a version, from the block `first` on. `None` if the store does not have all of their bytes.
     fn read_blocks(
         &self,
         filter: &Key,
@@ -80,8 +80,9 @@ pub trait ExistsFilterStore {
         bits: &NewBits,
     ) -> impl Future<Output = Result<Added, StoreError>> + Send;
 
-    /// Makes the version that is built the active one, and removes the one before. Or, if the build is not complete, removes the version
-    /// that is built. False if the versions are not those in `seen`, or if the version is damaged; then nothing changes. May be repeated.
+    /// If the build is complete, makes the unfinished version active, and removes the active version before it. If not, removes the
+    /// unfinished version. False if the versions are not those in `seen`, or if the version is damaged; then nothing changes. May be
+    /// repeated.
     fn end_build(
         &self,
         filter: &Key,
@@ -100,7 +101,7 @@ pub const ALLOCATION_STEP: usize = 1 << 20;
 /// The largest number of keys in one call of [`ExistsFilterStore::add_bits`], for each version.
 pub const MAX_KEYS: usize = 128;
 
-/// How long a version that is built is kept after the last call of its builder.
+/// How long an unfinished version is kept after the last call of its builder.
 pub const BUILD_TTL: Duration = Duration::from_secs(3_600);
 
 /// The ids of the versions of a filter.
@@ -109,7 +110,7 @@ pub const BUILD_TTL: Duration = Duration::from_secs(3_600);
 pub struct VersionIds {
     /// The version in use.
     pub active: Option<Token>,
-    /// The version that is built.
+    /// The unfinished version.
     pub building: Option<Token>,
 }
 
@@ -135,7 +136,7 @@ pub struct FilterStatus {
     pub ids: VersionIds,
     /// The version in use. `None` if there is none, or if it is lost or damaged.
     pub active: Option<Version>,
-    /// The version that is built, likewise.
+    /// The unfinished version, likewise.
     pub building: Option<Version>,
 }
 
@@ -153,11 +154,11 @@ impl FilterStatus {
 pub struct Version {
     /// Its size and seed.
     pub layout: Layout,
-    /// The number of keys that have set a bit, which is slightly less than the number of different keys.
+    /// The number of keys that set at least one new bit: slightly less than the number of different keys.
     pub keys: u64,
     /// The number of set bits.
     pub bits: u64,
-    /// The time since it became active; zero while it is built.
+    /// The time since it became active; zero while it is unfinished.
     pub age: Duration,
 }
 
@@ -175,11 +176,11 @@ impl Version {
 pub struct NewBits {
     /// The bits of at most [`MAX_KEYS`] keys in the active version.
     pub active: Vec<KeyBits>,
-    /// The bits of at most [`MAX_KEYS`] keys in the version that is built.
+    /// The bits of at most [`MAX_KEYS`] keys in the unfinished version.
     pub building: Vec<KeyBits>,
     /// How long the active version is kept from now on.
     pub ttl: Duration,
-    /// Whether the call is one of the builder, which keeps the version that is built for [`BUILD_TTL`] from now on.
+    /// Whether the builder makes the call. If so, the unfinished version is kept for [`BUILD_TTL`] from now on.
     pub is_build: bool,
 }
 
@@ -190,7 +191,7 @@ impl NewBits {
         Self { active, building, ttl, is_build: false }
     }
 
-    /// The bits of keys that the builder adds to the version that is built.
+    /// The bits of keys that the builder adds to the unfinished version.
     #[must_use]
     pub const fn built(building: Vec<KeyBits>, ttl: Duration) -> Self {
         Self { active: Vec::new(), building, ttl, is_build: true }
@@ -203,7 +204,7 @@ impl NewBits {
 pub enum Added {
     /// Another process has changed the versions since the caller read them. The call has set no bits.
     Changed,
-    /// There are no versions. Others may still use versions whose ids the store lost shortly before the first such reply.
+    /// There are no versions. Other processes may still use versions whose ids the store lost shortly before the first such reply.
     Missing {
         /// The time since the first such reply.
         missing_for: Duration,
@@ -212,7 +213,7 @@ pub enum Added {
     Done {
         /// Whether the active version is intact.
         active: bool,
-        /// Whether the version that is built is intact.
+        /// Whether the unfinished version is intact.
         building: bool,
     },
 }

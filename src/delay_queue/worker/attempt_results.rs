@@ -74,7 +74,7 @@ impl AttemptResults {
     ) -> PendingAck {
         let backoff = &self.backoff;
         let action = catch_unwind(AssertUnwindSafe(move || match stop {
-            // The shutdown made the service give up, unless its error determines the outcome.
+            // The shutdown told the service to give up. The job is released, unless the error determines the outcome.
             Some(StopReason::ShutDown) => {
                 FailureAction::from_error(&error).unwrap_or(FailureAction::Ack(AckKind::Release))
             }
@@ -89,7 +89,7 @@ impl AttemptResults {
                 AckKind::Snooze { delay: self.contention_stagger.contended_delay(wait, now) }
             }
             Ok(FailureAction::Cancelled) => AckKind::Cancelled,
-            // The text of the error panicked, which counts as a panic of the service.
+            // The error's own code, such as its `Display`, panicked. Treat it as a panic of the service.
             Err(panic) => return self.panicked(lease, attempt, panic),
         };
         PendingAck::new(lease, kind)

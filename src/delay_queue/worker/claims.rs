@@ -60,7 +60,7 @@ impl<T> Claims<T> {
         Self { finished, jobs, undecodable, more, next, oldest_due, expired, died, received, now }
     }
 
-    /// When the next job is due, by the local clock; `None` if a wake-up will tell.
+    /// When to claim again, by the local clock. `None` if only a notification leads to the next claim.
     pub(crate) fn next_at(&self) -> Option<Instant> {
         self.received.checked_add(wait(self.next?, self.now))
     }
@@ -87,7 +87,8 @@ fn decode<T, C: Codec<T>>(
     })
 }
 
-/// How long to wait from the reply on. `next` counts whole milliseconds of the store's clock, and the current one began a while before.
+/// How long to wait after the reply. `next` counts from the start of the current millisecond of the store's clock, so subtract the part of
+/// this millisecond that has passed.
 fn wait(next: Duration, now: SystemTime) -> Duration {
     if next == Claim::MAX_WAIT {
         // No due time is known. The spread keeps many workers from claiming at the same time.

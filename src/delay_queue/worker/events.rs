@@ -38,7 +38,7 @@ pub enum Event {
     Retried {
         /// Which job.
         id: JobId,
-        /// The delay before it.
+        /// The delay before the next attempt.
         delay: Duration,
         /// Why the attempt failed.
         error: Arc<str>,
@@ -64,7 +64,8 @@ pub enum Event {
         /// Which job.
         id: JobId,
     },
-    /// The worker released the job, which waits as before: the worker is shutting down, or the lease ended before the job could start.
+    /// The worker released the job, which waits again with the same due time: the worker is shutting down, or the lease ended before the
+    /// job could start.
     Released {
         /// Which job.
         id: JobId,
@@ -75,18 +76,18 @@ pub enum Event {
         /// Which job.
         id: JobId,
     },
-    /// When this worker claimed, it found leases that had ended unfinished: their workers have died, stalled or lost the network. Jobs with
-    /// attempts left wait again, except that cancelled jobs are removed.
+    /// A claim of this worker found leases that had ended before their jobs finished: the workers of these jobs have died, stalled or lost
+    /// the network. Cancelled jobs are removed. Other jobs with attempts left wait again.
     LeasesExpired {
         /// How many leases.
         jobs: usize,
         /// How many of their jobs are dead.
         dead: usize,
     },
-    /// The store began to fail, in a [split](crate::delay_queue::DelayQueue::split) queue for at least one partition. The worker retries
-    /// until it works.
+    /// The store began to fail. In a [split](crate::delay_queue::DelayQueue::split) queue, it fails for at least one partition. The worker
+    /// retries until the store works.
     StoreFailed {
-        /// How.
+        /// The error of the failed call.
         error: StoreError,
     },
     /// The store works again, for all partitions of the queue.
@@ -95,8 +96,8 @@ pub enum Event {
     Missed(u64),
 }
 
-/// The [events](crate::delay_queue::DelayQueueWorker::events) of a worker, one by one or as a [`Stream`]. It buffers 1,024 events, and drops
-/// the oldest beyond that.
+/// The [events](crate::delay_queue::DelayQueueWorker::events) of a worker, one by one or as a [`Stream`]. The buffer
+/// holds 1,024 events. Beyond that, the oldest events are dropped.
 ///
 /// ```
 /// use tollgate::delay_queue::{DelayQueueWorker, Event};

@@ -1,4 +1,4 @@
-//! Decides when a running job is renewed, stopped, dropped or abandoned.
+//! Decides when the lease of a running job is renewed, and when the job is stopped, dropped or abandoned.
 
 use std::time::Duration;
 
@@ -6,19 +6,19 @@ use tokio::time::Instant;
 
 use super::stage::ABANDON_AFTER;
 
-/// When a running job needs attention: its lease is to be renewed, or the job is to be stopped. Without I/O.
+/// When the lease of a running job is to be renewed, and when the job is to be stopped. Does no I/O.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct JobTimers {
-    // By the local clock, counted from before the store call was sent.
+    // By the local clock. It counts from before the claim or renewal was sent, so it is never after the end by the store's clock.
     lease_ends: Instant,
-    // `None` if the lease is not extended any more.
-    extend_at: Option<Instant>,
+    // `None` if the lease is not renewed any more.
+    renew_at: Option<Instant>,
     overrun_at: Option<Instant>,
     stop: Option<StopReason>,
     abort_at: Option<Instant>,
-    // When the job is abandoned, if its dropped future has not ended by then.
+    // When the job is abandoned, if its aborted task has not ended by then: a future that never yields cannot be dropped.
     abandon_at: Option<Instant>,
-    // Whether it is abandoned: its result is recorded already.
+    // Whether the job is abandoned. The worker has then decided its result, and ignores how its task ends.
     is_abandoned: bool,
 }
 
@@ -39,7 +39,7 @@ pub(crate) enum StopReason {
 pub(crate) struct JobActions {
     /// Drop its future.
     pub(crate) aborts: bool,
-    /// Record a result for it, since its dropped future does not end.
+    /// Record a result for the job, since its aborted task has not ended.
     pub(crate) abandons: bool,
     /// Tell the service to give up.
     pub(crate) cancels: bool,
@@ -52,7 +52,7 @@ impl JobTimers {
     pub(crate) fn new(sent: Instant, lease: Duration, now: Instant, max_runtime: Option<Duration>) -> Self {
         Self {
             lease_ends: sent + lease,
-            extend_at: Some(sent + lease / 3),
+            renew_at: Some(sent + lease / 3),
             overrun_at: max_runtime.and_then(|time| now.checked_add(time)),
             stop: None,
             abort_at: None,
@@ -75,8 +75,8 @@ impl JobTimers {
 
     /// When the job needs attention next.
     pub(crate) fn next(&self) -> Option<Instant> {
-        let lease_ends = self.extend_at.map(|_| self.lease_ends);
-        [self.extend_at, lease_ends, self.overrun_at, self.abort_at, self.abandon_at].into_iter().flatten().min()
+        let lease_ends = self.renew_at.map(|_| self.lease_ends);
+        [self.renew_at, lease_ends, self.overrun_at, self.abort_at, self.abandon_at].into_iter().flatten().min()
     }
 
     /// Stops the job: its future is dropped after `timeout`. Returns false if the job is stopped already, since the first reason counts.
@@ -91,13 +91,14 @@ impl JobTimers {
     /// Notes that a call sent at `sent` has renewed the lease.
     pub(crate) fn renewed(&mut self, sent: Instant, lease: Duration) {
         self.lease_ends = sent + lease;
-        self.extend_at = self.extend_at.map(|_| sent + lease / 3);
+        self.renew_at = self.renew_at.map(|_| sent + lease / 3);
     }
 
-    /// Notes that the lease is lost: the store has said so in its reply to a call sent at `sent`. The reply counts, not the local clock.
+    /// Notes that the store has reported the lease as lost, in its reply to a call sent at `sent`. The lease counts as ended since `sent`,
+    /// even if it has not ended by the local clock.
     pub(crate) fn lease_lost(&mut self, sent: Instant) {
         self.lease_ends = sent.min(self.lease_ends);
-        self.extend_at = None;
+        self.renew_at = None;
     }
 
     /// Returns what is due, and moves the timers on.
@@ -106,24 +107,24 @@ impl JobTimers {
         let mut actions = JobActions { aborts: is_due(self.abort_at), ..JobActions::default() };
         if actions.aborts {
             self.abort_at = None;
-            // During a shutdown all such jobs are abandoned together.
+            // During a shutdown, the worker abandons all remaining jobs together when it enters `Stage::Flushing`.
             self.abandon_at = (self.stop != Some(StopReason::ShutDown)).then_some(now + ABANDON_AFTER);
         }
         if is_due(self.abandon_at) {
-            (self.abandon_at, self.extend_at, self.is_abandoned) = (None, None, true);
+            (self.abandon_at, self.renew_at, self.is_abandoned) = (None, None, true);
             actions.abandons = true;
         }
         if is_due(self.overrun_at) {
             actions.cancels |= self.stop(StopReason::Overrun, now, abort_after);
         }
-        if self.extend_at.is_some() && self.lease_ends <= now {
-            self.extend_at = None;
+        if self.renew_at.is_some() && self.lease_ends <= now {
+            self.renew_at = None;
             actions.cancels |= self.stop(StopReason::LeaseLost, now, abort_after);
         }
-        // Renew leases that are due soon in the same call.
-        if self.extend_at.is_some_and(|at| at <= now + lease / 12) {
+        // Also renew a lease that is due soon, so that it shares a store call with other renewals.
+        if self.renew_at.is_some_and(|at| at <= now + lease / 12) {
             // Retried if there is no reply by then.
-            self.extend_at = Some(now + lease / 6);
+            self.renew_at = Some(now + lease / 6);
             actions.renews = true;
         }
         actions

@@ -19,18 +19,18 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 pub(crate) struct Partition {
     pub(crate) key: QueueKey,
     pub(crate) pending_acks: VecDeque<PendingAck>,
-    // When there may be a job to claim; `None` until a notification arrives.
+    // When there may be a job to claim. `None` while a claim is in flight, or until a notification arrives.
     pub(crate) claim_at: Option<Instant>,
-    // Whether more jobs were due at the last claim, and for how long the oldest was.
-    pub(crate) more: bool,
+    // Whether more jobs were due after the last claim, and the age of the oldest due job in the last reply.
+    pub(crate) has_more_due: bool,
     pub(crate) oldest_due: Option<Duration>,
     // When the last call was sent.
     pub(crate) called_at: Instant,
     // Whether the store may rely on this worker to claim when the next job is due, while other workers sleep.
     pub(crate) is_timekeeper: bool,
     // Whether the next call claims no job, so that the store relies on another worker.
-    pub(crate) skips_claim: bool,
-    // How many calls that finish and claim are in flight.
+    pub(crate) next_call_skips_claim: bool,
+    // How many calls that record results and claim jobs are in flight.
     pub(crate) calls: usize,
     pub(crate) failures: u32,
     pub(crate) backoff_until: Instant,
@@ -46,12 +46,12 @@ pub(crate) struct Call {
     pub(crate) max_jobs: usize,
 }
 
-/// A call that finishes and claims, while it is in flight.
+/// A [`Call`] in flight.
 pub(crate) struct SentCall {
     pub(crate) partition: usize,
     pub(crate) max_jobs: usize,
     pub(crate) acks: Vec<PendingAck>,
-    // The value before the call was sent.
+    // The partition's `is_timekeeper` before the call was sent.
     was_timekeeper: bool,
 }
 
@@ -61,11 +61,11 @@ impl Partition {
             key,
             pending_acks: VecDeque::new(),
             claim_at: Some(now),
-            more: false,
+            has_more_due: false,
             oldest_due: None,
             called_at: now,
             is_timekeeper: false,
-            skips_claim: false,
+            next_call_skips_claim: false,
             calls: 0,
             failures: 0,
             backoff_until: now,
@@ -83,12 +83,12 @@ impl Partition {
 
     /// Whether there is a result to record, or may be a job to claim.
     pub(crate) fn has_work(&self, now: Instant) -> bool {
-        let has_more = self.more && self.failures == 0;
+        let has_more = self.has_more_due && self.failures == 0;
         !self.is_backing_off(now) && (self.is_due(now) || has_more || !self.pending_acks.is_empty())
     }
 
     /// When to call the store at the latest. If a due job cannot be claimed, the call refreshes the age of the oldest due job. While jobs
-    /// run, the call replaces a notification that is late, because a job may block the thread of the task that receives it.
+    /// run, the call does not wait for a notification, because a job may block the thread of the task that receives notifications.
     pub(crate) fn refresh_at(&self, now: Instant, is_busy: bool) -> Option<Instant> {
         (is_busy || self.is_due(now) || self.oldest_due.is_some()).then(|| self.called_at + Claim::MAX_WAIT)
     }
@@ -98,11 +98,11 @@ impl Partition {
         self.pending_acks.push_back(PendingAck { lease_ends: Some(lease_ends), ..ack });
     }
 
-    /// Starts a call, which takes its results out of the queue.
+    /// Starts a call, which takes its results out of `pending_acks`.
     pub(crate) fn start_call(&mut self, Call { partition, acks, max_jobs }: Call, now: Instant) -> SentCall {
         let acks = self.pending_acks.drain(..acks).collect();
         let call = SentCall { partition, max_jobs, acks, was_timekeeper: self.is_timekeeper };
-        (self.called_at, self.skips_claim) = (now, false);
+        (self.called_at, self.next_call_skips_claim) = (now, false);
         self.calls += 1;
         if max_jobs > 0 {
             // Set by the reply, or by the failure of the call.
@@ -113,10 +113,11 @@ impl Partition {
         call
     }
 
-    /// Requeues the results of a failed call, and pauses.
+    /// Puts the results of a failed call back into `pending_acks`, and pauses.
     pub(crate) fn record_failure(&mut self, call: SentCall, sent: Instant, error: &StoreError, now: Instant) {
         for ack in call.acks.into_iter().rev() {
-            // A refused call had no effect. A call after the end of the lease may have had none, because another worker may have the job.
+            // A refused call had no effect. A call after the end of the lease counts as one without effect, because
+            // another worker may have the job.
             let may_have_effect = !error.is_refusal() && ack.lease_ends.is_none_or(|ends| sent < ends);
             let first_sent_at = ack.first_sent_at.or(may_have_effect.then_some(sent));
             self.pending_acks.push_front(PendingAck { first_sent_at, ..ack });
@@ -124,7 +125,7 @@ impl Partition {
         let pause = (FIRST_PAUSE * (1 << self.failures.min(8))).min(LONGEST_PAUSE);
         self.failures += 1;
         (self.backoff_until, self.claim_at) = (now + pause / 2 + share(pause / 2), Some(now));
-        // The claim may have taken effect.
+        // The claim may have taken effect, and made this worker the timekeeper.
         self.is_timekeeper |= call.max_jobs > 0 || call.was_timekeeper;
     }
 
@@ -132,14 +133,14 @@ impl Partition {
     pub(crate) fn record_claims<T>(&mut self, max_jobs: usize, claims: &Claims<T>, now: Instant) {
         self.failures = 0;
         if max_jobs == 0 {
-            // A worker that did not wait for jobs gets no notification.
+            // The store does not notify a worker whose last call had a limit of zero jobs, so claim now.
             self.claim_at = Some(now);
             return;
         }
-        self.more = claims.more || claims.jobs.len() + claims.undecodable.len() >= max_jobs;
-        // The store may have handled either of two concurrent calls last.
-        self.is_timekeeper = !self.more || (self.is_timekeeper && self.calls > 0);
-        let claim_at = if self.more { Some(now) } else { claims.next_at() };
+        self.has_more_due = claims.more || claims.jobs.len() + claims.undecodable.len() >= max_jobs;
+        // While another call is in flight, keep the role: the store may have handled that call last.
+        self.is_timekeeper = !self.has_more_due || (self.is_timekeeper && self.calls > 0);
+        let claim_at = if self.has_more_due { Some(now) } else { claims.next_at() };
         self.claim_at = self.claim_at.into_iter().chain(claim_at).min();
     }
 }

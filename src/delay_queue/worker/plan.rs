@@ -11,8 +11,8 @@ use super::partition::{Call, Partition};
 use super::stage::Stage;
 use crate::delay_queue::store::MAX_BATCH;
 
-/// The maximum number of calls in flight for each partition, each of which acks jobs and claims new ones. With two, the jobs of one call
-/// run while the other call is in flight.
+/// For each partition, the maximum number of calls in flight that record results and claim jobs. With two, the jobs of one call run while
+/// the other call is in flight.
 const MAX_CONCURRENT_CALLS: usize = 2;
 
 /// What the decision depends on.
@@ -30,7 +30,7 @@ pub(crate) struct State<'a> {
     pub(crate) running: usize,
     // The number of ready instances of the service.
     pub(crate) ready: usize,
-    // The calls in flight, renewals included, how many jobs they may claim, and how many results they carry.
+    // Of the calls in flight, renewals included: their number, how many jobs they may claim, and how many results they carry.
     pub(crate) calls: usize,
     pub(crate) reserved: usize,
     pub(crate) acks_in_flight: usize,
@@ -44,8 +44,8 @@ pub(crate) struct State<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Progress {
     Start,
-    /// The running jobs were checked. Jobs are not checked again before the wait, so a job that was just asked to stop has this time to
-    /// end.
+    /// The running jobs were checked. Jobs are not checked again before the wait, so a job that was just asked to stop can end
+    /// during the wait.
     Checked,
     /// The service was polled until this many instances were ready, or one was pending.
     Polled {
@@ -127,11 +127,12 @@ impl State<'_> {
     }
 
     /// How many more jobs may be claimed, given that each needs an instance of the service that is ready.
-    fn free(&self) -> usize {
+    fn claimable(&self) -> usize {
         if self.stage.is_working() { self.capacity().min(self.ready.saturating_sub(self.reserved)) } else { 0 }
     }
 
-    /// How many jobs one call claims if more are due: one half of the jobs runs while a call acks and replaces the other half.
+    /// How many jobs one call claims while more jobs are due: one half of the concurrency. One half of the jobs runs while a call acks and
+    /// replaces the other half.
     const fn jobs_per_call(&self) -> usize {
         self.concurrency.div_ceil(MAX_CONCURRENT_CALLS)
     }
@@ -146,7 +147,7 @@ impl State<'_> {
         self.running + self.unrecorded()
     }
 
-    /// How many instances of the service should be ready, counting jobs of the calls in flight.
+    /// How many instances of the service should be ready, including one for each job that the calls in flight may claim.
     fn wanted(&self, now: Instant) -> usize {
         let failures = self
             .partitions
@@ -158,8 +159,8 @@ impl State<'_> {
             None => 0,
             // At most what the concurrent calls can claim.
             Some(0) => (self.reserved + self.capacity()).min(self.partitions.len() * MAX_CONCURRENT_CALLS * MAX_BATCH),
-            // After a failure one call probes the store, so one instance is enough. Further instances may hold permits, for instance of a
-            // concurrency limit, that others need.
+            // If all partitions with work have failed, one call probes the store, so one instance is enough. Further instances may hold
+            // permits, such as those of a concurrency limit, that other callers need.
             Some(_) => self.reserved + self.capacity().min(1),
         }
     }
@@ -172,39 +173,42 @@ impl State<'_> {
 
     /// The call to send for a partition, if there is one to send now.
     fn call(&self, index: usize, now: Instant) -> Option<Call> {
-        let (partition, free, is_working) = (&self.partitions[index], self.free(), self.stage.is_working());
+        let (partition, claimable, is_working) = (&self.partitions[index], self.claimable(), self.stage.is_working());
         if partition.is_backing_off(now) || partition.calls >= MAX_CONCURRENT_CALLS {
             return None;
         }
         let must_refresh = is_working && partition.refresh_at(now, self.running > 0).is_some_and(|at| at <= now);
-        // The store lets the timekeeper claim the next due job. If this worker cannot, a call that claims nothing gives the role to another
-        // worker.
-        let must_delegate = partition.is_timekeeper && free == 0 && (!is_working || partition.is_due(now));
+        // The store relies on the timekeeper to claim the next due job. If this worker is the timekeeper and cannot claim, a call that
+        // claims nothing gives the role to another worker.
+        let must_delegate = partition.is_timekeeper && claimable == 0 && (!is_working || partition.is_due(now));
         let must_call = must_refresh || must_delegate;
-        if partition.pending_acks.is_empty() && !must_call && (free == 0 || !partition.is_due(now)) {
+        if partition.pending_acks.is_empty() && !must_call && (claimable == 0 || !partition.is_due(now)) {
             return None;
         }
         // A second concurrent call is worth its cost only if it carries enough results.
-        let is_worthwhile = partition.more && partition.pending_acks.len() * 2 >= self.jobs_per_call();
+        let is_worthwhile = partition.has_more_due && partition.pending_acks.len() * 2 >= self.jobs_per_call();
         if partition.calls > 0 && !must_delegate && !is_worthwhile {
             return None;
         }
         // A probe of a failing partition claims no job: an unanswered call would reserve instances that the other partitions need.
         let is_probe = partition.failures > 0 && self.partitions.len() > 1;
-        let max = if partition.more && is_working { self.jobs_per_call().min(MAX_BATCH) } else { MAX_BATCH };
+        let max = if partition.has_more_due && is_working { self.jobs_per_call().min(MAX_BATCH) } else { MAX_BATCH };
         let acks = partition.pending_acks.len().min(max);
-        let max_jobs =
-            if is_probe || partition.skips_claim { 0 } else { self.max_jobs(partition, free, acks, now).min(max) };
+        let max_jobs = if is_probe || partition.next_call_skips_claim {
+            0
+        } else {
+            self.max_jobs(partition, claimable, acks, now).min(max)
+        };
         (acks > 0 || max_jobs > 0 || must_call || is_probe).then_some(Call { partition: index, acks, max_jobs })
     }
 
     /// How many jobs a call that records `acks` results may claim.
-    fn max_jobs(&self, partition: &Partition, free: usize, acks: usize, now: Instant) -> usize {
-        // Results that this call does not carry count as used capacity of their own partition, so that they cannot pile up.
-        let free_of_part = free.saturating_sub(partition.pending_acks.len() - acks);
+    fn max_jobs(&self, partition: &Partition, claimable: usize, acks: usize, now: Instant) -> usize {
+        // Results of this partition that this call does not carry reduce the jobs that it may claim, so that results cannot pile up.
+        let claimable_in_partition = claimable.saturating_sub(partition.pending_acks.len() - acks);
         let due =
             self.partitions.iter().filter(|partition| partition.is_due(now) && partition.failures == 0).count().max(1);
-        let max_jobs = free_of_part.min(free.div_ceil(due));
+        let max_jobs = claimable_in_partition.min(claimable.div_ceil(due));
         // With a single partition, the probe claims one job.
         if partition.failures > 0 { max_jobs.min(1) } else { max_jobs }
     }
@@ -216,7 +220,7 @@ impl State<'_> {
             if partition.is_backing_off(now) && (is_working || !partition.pending_acks.is_empty()) {
                 Some(partition.backoff_until)
             } else {
-                // A due partition needs no timer, since it waits for capacity. Only the refresh of the age of its oldest due job needs one.
+                // A `claim_at` in the past needs no timer, since the partition waits for capacity. `refresh_at` still needs one.
                 let times = [partition.claim_at, partition.refresh_at(now, is_busy)].into_iter().flatten();
                 times.filter(|at| is_working && *at > now).min()
             }

@@ -7,9 +7,7 @@ use crate::delay_queue::job::Job;
 use crate::error::BoxError;
 use crate::panics::discard;
 
-/// Instances of a service that are ready, one for each job that is about to be claimed.
-///
-/// An instance becomes ready for a job before the job is claimed.
+/// The instances of a worker's service. The worker claims a job only when an instance is ready for it.
 pub(crate) struct ReadyServices<S> {
     // Makes new instances; `None` if there is only one instance.
     source: Option<Source<S>>,
@@ -70,19 +68,19 @@ impl<S> ReadyServices<S> {
         self.ready.pop()
     }
 
-    /// Returns an instance that was given a job.
+    /// Puts back an instance that was given a job.
     pub(crate) fn put(&mut self, instance: S) {
         self.idle.push(instance);
     }
 
-    /// Returns an instance that has panicked. It is dropped if new instances can be made.
+    /// Puts back an instance that has panicked, or drops it if new instances can be made.
     pub(crate) fn put_panicked(&mut self, instance: S) {
         if self.source.is_none() {
             self.idle.push(instance);
         }
     }
 
-    /// Drops ready instances, since they may hold permits that others need.
+    /// Drops the ready and pending instances, since they may hold permits that other callers need. Keeps a single instance.
     pub(crate) fn drop_ready(&mut self) {
         if self.source.is_some() {
             self.ready.clear();

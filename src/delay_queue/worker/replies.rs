@@ -18,8 +18,8 @@ use crate::delay_queue::job::Job;
 use crate::delay_queue::store::AckKind;
 use crate::error::BoxError;
 
-/// The snooze of a job that this worker has abandoned and claimed again. After it, another worker may claim the job: each one checks within
-/// [`Claim::MAX_WAIT`](crate::delay_queue::store::Claim::MAX_WAIT).
+/// How long a job snoozes if this worker claims it again after it has abandoned the job. After the snooze, another worker may claim the
+/// job: each worker checks within [`Claim::MAX_WAIT`](crate::delay_queue::store::Claim::MAX_WAIT).
 const ABANDONED_SNOOZE: Duration = Duration::from_secs(3);
 
 /// The call that claimed a job.
@@ -86,7 +86,7 @@ where
         let partition = &mut self.partitions[origin.partition];
         if self.jobs.has_abandoned(&lease.id) {
             // The job waits for the end of the abandoned attempt, or for another worker.
-            partition.skips_claim = true;
+            partition.next_call_skips_claim = true;
             partition.add_ack(lease_ends, PendingAck::new(lease, AckKind::Snooze { delay: ABANDONED_SNOOZE }));
             return;
         }

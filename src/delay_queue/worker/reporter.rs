@@ -56,7 +56,7 @@ impl Reporter {
         self.events.send(|| Event::Started { id: job.lease.id, attempt: job.attempt, late });
     }
 
-    /// Reports that an attempt ends since its worker is dropped.
+    /// Reports an attempt that ends because its worker is dropped.
     pub(crate) fn dropped(&self, job: &RunningJob, now: Instant) {
         self.metrics.ended(now.saturating_duration_since(job.started));
     }
@@ -90,7 +90,7 @@ impl Reporter {
         self.notices.cut_off(&job.lease.id, job.attempt, now);
     }
 
-    /// When to log how many jobs were too many to log one by one.
+    /// When to log the number of jobs that got no log line of their own because there were too many.
     pub(crate) fn summary_at(&self) -> Option<Instant> {
         self.notices.summary_at()
     }
@@ -100,8 +100,8 @@ impl Reporter {
     }
 
     /// Reports the age of the oldest due job.
-    pub(crate) fn oldest_due(&self, since: Option<Duration>) {
-        self.metrics.oldest_due(since.unwrap_or_default());
+    pub(crate) fn oldest_due(&self, age: Option<Duration>) {
+        self.metrics.oldest_due(age.unwrap_or_default());
     }
 
     /// Reports a recorded result.
@@ -137,7 +137,7 @@ impl Reporter {
         let Expired { jobs, dead } = expired;
         if jobs > 0 {
             self.metrics.expired(expired);
-            tracing::warn!(queue = %self.queue, jobs, dead, "leases expired unfinished: their workers died, stalled or lost the network");
+            tracing::warn!(queue = %self.queue, jobs, dead, "leases expired before their jobs finished: the workers died, stalled or lost the network");
             self.events.send(|| Event::LeasesExpired { jobs, dead });
         }
         for Died { id, attempts } in died {

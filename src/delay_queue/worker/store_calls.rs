@@ -67,7 +67,7 @@ impl<T, C> StoreCalls<T, C> {
         self.acks
     }
 
-    /// Counts a reply to a call that finishes and claims.
+    /// Subtracts an answered call from the jobs and results of the calls in flight.
     pub(crate) fn replied(&mut self, call: &SentCall) {
         self.reserved -= call.max_jobs;
         self.acks -= call.acks.len();

@@ -51,12 +51,12 @@ impl StoreClient {
         }
     }
 
-    pub(crate) fn ended<T>(&self, queue: &QueueKey, reply: &Result<T, StoreError>) {
+    pub(crate) fn record_reply<T>(&self, queue: &QueueKey, reply: &Result<T, StoreError>) {
         let (circuit, observer) = (self.circuit(queue), PartitionObserver { client: self, queue });
         circuit.record(&observer, reply);
     }
 
-    /// Counts the result of a push of `jobs` jobs.
+    /// Returns a guard that counts the results of a push of `jobs` jobs.
     pub(crate) const fn pushing(&self, jobs: usize) -> Pushing<'_> {
         Pushing { client: self, jobs }
     }

@@ -24,9 +24,9 @@ use crate::responder::{HttpResponder, Responder};
 
 /// A service that stores responses and serves them to further requests. See [`CacheLayer`].
 ///
-/// It is ready when the inner service is. The ready inner service is reserved while the entry is read. After that, a request that is served from
-/// the cache, or that waits for a response, returns it unused. If it holds a permit, for example of a concurrency limit below this layer, the
-/// permit is free again. A load waits until a clone of the inner service is ready.
+/// It is ready when the inner service is. Each request reserves the ready inner service while the entry is read. If the request is served from
+/// the cache, or waits for the response of another request, the inner service is returned unused. A permit that it holds, for example of a
+/// concurrency limit below this layer, is then free again. A load in the background waits until a clone of the inner service is ready.
 #[must_use]
 pub struct CacheService<S, K, A = HttpResponder> {
     inner: S,
@@ -81,7 +81,7 @@ where
         let shared = Arc::clone(&self.shared);
         let is_public = shared.settings.is_public;
         let principal = shared.principal.extract_key(&request);
-        // The key that all requests share identifies nobody.
+        // In a private cache, an empty key and the key that all requests share do not identify a caller.
         let principal = principal.filter(|key| is_public || !key.is_empty() && *key != Key::GLOBAL);
         match Plan::of(&request, principal, &shared.settings) {
             Plan::Bypass => ResponseFuture::passed(self.inner.call(request), shared),

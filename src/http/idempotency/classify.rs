@@ -20,7 +20,7 @@ pub(super) enum Class {
     Store { is_success: bool },
     /// The operation is released, so that the next request is executed.
     Release,
-    /// The outcome is unknown when the lease ends.
+    /// Nothing is stored or released. When the lease ends, the outcome is unknown.
     Unknown,
 }
 
@@ -29,8 +29,8 @@ pub(super) struct ResponseClassifier {
     policy: ResponsePolicy,
     status: StatusCode,
     // The class that the response declares by its extensions or headers.
-    declared: Option<Class>,
-    // Of an inner layer. It may be set until the body has ended.
+    declared_by_response: Option<Class>,
+    // An inner layer may set it until the body has ended.
     abort_marker: Option<AbortMarker>,
     // Whether the same request probably gets the same status again.
     is_final: bool,
@@ -54,7 +54,7 @@ impl ResponseClassifier {
         Self {
             policy,
             status: *status,
-            declared,
+            declared_by_response: declared,
             abort_marker: extensions.get().cloned(),
             is_final: !is_unrouted && is_final(*status, headers),
             is_grpc: content_type.starts_with(b"application/grpc"),
@@ -81,7 +81,7 @@ impl ResponseClassifier {
         if is_stored { Class::Store { is_success } } else { Class::Release }
     }
 
-    /// Whether the response is stored, whatever its trailers are.
+    /// Whether the response is stored, whatever its trailers are, unless an inner layer aborts it.
     pub(super) fn is_surely_stored(&self) -> bool {
         let is_known = self.grpc.is_some() || !self.is_grpc || self.policy == ResponsePolicy::All;
         is_known && matches!(self.classify(&HeaderMap::new(), false), Class::Store { .. })
@@ -93,8 +93,8 @@ impl ResponseClassifier {
         if is_aborted(AbortOutcome::OutcomeUnknown) {
             return Some(Class::Unknown);
         }
-        // An inner layer has released its own operation.
-        self.declared.or_else(|| is_aborted(AbortOutcome::Released).then_some(Class::Release))
+        // If an inner layer has released its own operation, this one is released, too.
+        self.declared_by_response.or_else(|| is_aborted(AbortOutcome::Released).then_some(Class::Release))
     }
 
     /// The gRPC status. A response that ended without one is an error for the client.
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_final_class_is_stored_anyway() {
+    fn response_is_surely_stored_if_trailers_cannot_change_that() {
         let (grpc, ok, other) = (("content-type", "application/grpc"), ("grpc-status", "0"), ("grpc-status", "99"));
         for (status, headers, expected) in [
             (200, [].as_slice(), [true, true, true]),

@@ -14,7 +14,7 @@ pin_project! {
     pub struct FenceFuture<F, A> {
         #[pin]
         state: State<F>,
-        answer: A,
+        responder: A,
     }
 }
 
@@ -29,12 +29,12 @@ pin_project! {
 }
 
 impl<F, A> FenceFuture<F, A> {
-    pub(super) const fn calling(future: F, answer: A) -> Self {
-        Self { state: State::Calling { future }, answer }
+    pub(super) const fn calling(future: F, responder: A) -> Self {
+        Self { state: State::Calling { future }, responder }
     }
 
-    pub(super) const fn rejected(rejection: Rejection, answer: A) -> Self {
-        Self { state: State::Rejected { rejection: Some(rejection) }, answer }
+    pub(super) const fn rejected(rejection: Rejection, responder: A) -> Self {
+        Self { state: State::Rejected { rejection: Some(rejection) }, responder }
     }
 }
 
@@ -49,11 +49,11 @@ where
         let this = self.project();
         Poll::Ready(match this.state.project() {
             StateProj::Calling { future } => match ready!(future.poll(cx)) {
-                Ok(response) => Ok(this.answer.response(response)),
-                Err(error) => Err(this.answer.error(error)),
+                Ok(response) => Ok(this.responder.response(response)),
+                Err(error) => Err(this.responder.error(error)),
             },
             StateProj::Rejected { rejection } => {
-                this.answer.reject(rejection.take().expect("FenceFuture polled after completion"))
+                this.responder.reject(rejection.take().expect("FenceFuture polled after completion"))
             }
         })
     }

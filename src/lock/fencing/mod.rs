@@ -65,7 +65,7 @@
 //!
 //! service.clone().oneshot(Write { order: 42, fence: 9 }).await?;
 //! let error = service.oneshot(Write { order: 42, fence: 7 }).await.unwrap_err();
-//! assert_eq!(error.downcast::<StaleFence>()?.largest(), 9);
+//! assert_eq!(error.downcast::<StaleFence>()?.min(), 9);
 //! # Ok(())
 //! # }
 //! ```

@@ -12,7 +12,7 @@ pub enum Rejection {
     Stale(StaleFence),
     /// The request has no key.
     MissingKey(MissingKey),
-    /// The request has no fence that a store can grant.
+    /// The request has no fence, or one that no store grants, such as 0.
     MissingFence(MissingFence),
 }
 
@@ -41,12 +41,12 @@ impl From<Rejection> for BoxError {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StaleFence {
     fence: u64,
-    largest: u64,
+    min: u64,
 }
 
 impl StaleFence {
-    pub(super) const fn new(fence: u64, largest: u64) -> Self {
-        Self { fence, largest }
+    pub(super) const fn new(fence: u64, min: u64) -> Self {
+        Self { fence, min }
     }
 
     /// The fence of the request.
@@ -55,16 +55,17 @@ impl StaleFence {
         self.fence
     }
 
-    /// The smallest admitted fence: the largest one for this key, or the largest forgotten one.
+    /// The smallest fence that was admitted: the largest fence that was seen for this key. For a key that was evicted, the largest fence
+    /// of all evicted keys.
     #[must_use]
-    pub const fn largest(&self) -> u64 {
-        self.largest
+    pub const fn min(&self) -> u64 {
+        self.min
     }
 }
 
 impl fmt::Display for StaleFence {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the fence {} is too old: {} was seen before", self.fence, self.largest)
+        write!(f, "the fence {} is too old: fences from {} on are admitted", self.fence, self.min)
     }
 }
 

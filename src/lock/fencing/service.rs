@@ -61,7 +61,7 @@ impl<S, K, F, A> Fence<S, K, F, A> {
         // No store grants such a fence, and it would shut out all later requests.
         let fence = fence(request).filter(|fence| *fence < FENCE_LIMIT);
         let fence = fence.ok_or(Rejection::MissingFence(MissingFence))?;
-        self.fences.admit(key, fence).map_err(|largest| Rejection::Stale(StaleFence::new(fence, largest)))
+        self.fences.admit(key, fence).map_err(|min| Rejection::Stale(StaleFence::new(fence, min)))
     }
 }
 

@@ -11,7 +11,7 @@ use crate::rate_limit::rejection::Rejection;
 impl<B> LayerConfig<B> {
     /// Records the decisions, and combines them into the result.
     pub(in crate::rate_limit) fn combine(&self, descriptors: &[Descriptor], cost: u64) -> Result<(), Rejection> {
-        let limited = denials(&self.policy, descriptors, cost);
+        let limited = combined_rejection(&self.policy, descriptors, cost);
         for descriptor in descriptors {
             let (policy, Some(decision)) = (descriptor.policy(&self.policy), &descriptor.decision) else { continue };
             if limited.is_some() && descriptor.enforced && decision.is_allowed() {
@@ -26,18 +26,18 @@ impl<B> LayerConfig<B> {
 
     /// The rejection of the request due to this descriptor.
     pub(in crate::rate_limit) fn limited(&self, descriptor: &Descriptor, cost: u64) -> Option<RateLimited> {
-        limited(&self.policy, descriptor, cost)
+        rejection_by(&self.policy, descriptor, cost)
     }
 }
 
-/// The rejection by all enforced policies that deny the request, in a layer with the policy `layer`.
-fn denials(layer: &Policy, descriptors: &[Descriptor], cost: u64) -> Option<RateLimited> {
+/// The rejection by all enforced policies that deny the request.
+fn combined_rejection(layer_policy: &Policy, descriptors: &[Descriptor], cost: u64) -> Option<RateLimited> {
     let denials = descriptors.iter().filter(|descriptor| descriptor.denies());
-    denials.filter_map(|descriptor| limited(layer, descriptor, cost)).reduce(RateLimited::and)
+    denials.filter_map(|descriptor| rejection_by(layer_policy, descriptor, cost)).reduce(RateLimited::and)
 }
 
-fn limited(layer: &Policy, descriptor: &Descriptor, cost: u64) -> Option<RateLimited> {
-    let (policy, decision) = (descriptor.policy(layer).clone(), descriptor.decision.clone()?);
+fn rejection_by(layer_policy: &Policy, descriptor: &Descriptor, cost: u64) -> Option<RateLimited> {
+    let (policy, decision) = (descriptor.policy(layer_policy).clone(), descriptor.decision.clone()?);
     Some(RateLimited::new(policy, cost, decision))
 }
 
@@ -66,7 +66,7 @@ mod tests {
         let layer = layer();
         let descriptors =
             [("a", 0), ("b", 3), ("c", 9)].map(|(name, wait)| descriptor(&layer, name, Mode::Enforce, wait));
-        let limited = denials(&layer, &descriptors, 1).unwrap();
+        let limited = combined_rejection(&layer, &descriptors, 1).unwrap();
         assert_eq!(limited.decisions().map(|(policy, _)| policy).collect::<Vec<_>>(), ["c", "b"]);
         assert_eq!(limited.retry_after_secs(), Some(9));
     }
@@ -77,6 +77,6 @@ mod tests {
         let mut undecided = descriptor(&layer, "a", Mode::Enforce, 3);
         undecided.decision = None;
         let descriptors = [undecided, descriptor(&layer, "b", Mode::Shadow, 9)];
-        assert_eq!(denials(&layer, &descriptors, 1), None);
+        assert_eq!(combined_rejection(&layer, &descriptors, 1), None);
     }
 }

@@ -21,7 +21,11 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
     /// around the store may have decided by itself.
     #[inline]
     pub(in crate::rate_limit) fn try_decide(&self, policy: &Policy, key: &Key, cost: u64) -> Option<Decision> {
-        if policy.can_never_allow(cost) { policy.never_decision(cost) } else { self.store.check_now(policy, key, cost) }
+        if policy.can_never_allow(cost) {
+            policy.decision_if_never_allowed(cost)
+        } else {
+            self.store.check_now(policy, key, cost)
+        }
     }
 
     /// Charges the request immediately if possible, without the details of a decision. Returns whether it was charged.
@@ -117,7 +121,7 @@ impl<'a, S: RateLimitStore + Sync> Decider<'a, S> {
     pub(super) fn new(store: &'a S, policy: &'a Policy, descriptors: &mut [Descriptor], cost: u64) -> Self {
         let mut exceeds_capacity = false;
         for descriptor in descriptors {
-            descriptor.decision = descriptor.policy(policy).never_decision(cost);
+            descriptor.decision = descriptor.policy(policy).decision_if_never_allowed(cost);
             exceeds_capacity |= descriptor.denies();
         }
         Self { store, policy, cost, exceeds_capacity }

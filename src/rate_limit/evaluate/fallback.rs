@@ -26,7 +26,8 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         for descriptor in &mut *descriptors {
             // Partial results are discarded, except decisions that need no store.
             let is_known = exceeds_capacity && !self.is_unresolved(descriptor);
-            descriptor.decision = if is_known { descriptor.policy(&self.policy).never_decision(cost) } else { None };
+            descriptor.decision =
+                if is_known { descriptor.policy(&self.policy).decision_if_never_allowed(cost) } else { None };
         }
         if exceeds_capacity {
             return self.combine(descriptors, cost);

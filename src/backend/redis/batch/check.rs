@@ -132,7 +132,7 @@ async fn send(
     let replied_at = answer.is_ok().then(Instant::now);
     let answers = match answer {
         Ok(answer) => {
-            let lengths = checks.iter().map(|(policy, ..)| policy.encoded_limits(encode).counts);
+            let lengths = checks.iter().map(|(policy, ..)| policy.encoded_limits(encode).counts_len);
             split(&answer, lengths).unwrap_or_else(|| {
                 tracing::debug!(error = %unexpected_reply(&answer), "redis sent an unexpected reply to a batch of checks");
                 vec![Err(unreadable()); replies.len()]

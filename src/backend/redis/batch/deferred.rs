@@ -130,7 +130,7 @@ mod tests {
         let acting = tokio::spawn(async move {
             let deferred = DeferredWork::new();
             let mut done = pin!(deferred.when_idle(work));
-            // Unlike `yield_now`, it does not complete because it is polled again.
+            // Unlike with `yield_now`, a second poll does not complete the future.
             assert_eq!(futures_util::poll!(&mut done), Poll::Pending);
             assert_eq!(futures_util::poll!(&mut done), Poll::Pending);
             done.await;
@@ -174,7 +174,7 @@ mod tests {
         });
         has_begun.await.unwrap();
         tokio::time::sleep(2 * MAX_DELAY).await;
-        assert!(has_acted.try_recv().is_err(), "no other thread has caught up");
+        assert!(has_acted.try_recv().is_err(), "another thread has caught up");
         deferred.run_late();
         has_acted.try_recv().unwrap();
         free.send(()).unwrap();

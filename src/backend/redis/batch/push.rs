@@ -56,7 +56,7 @@ impl PushBatcher {
         self.0.try_direct()
     }
 
-    /// Pushes a job in a batch; `None` to call directly.
+    /// Pushes a job in a batch. Returns `None` if the caller should push it directly.
     pub(crate) async fn push(
         &self,
         queue: &QueueKey,
@@ -156,13 +156,13 @@ pub(crate) async fn push(
 /// Decodes the reply of `delay_queue_push.lua`.
 fn admissions(jobs: &[&NewJob], reply: &Value) -> Option<Vec<Admission>> {
     let Value::Array(values) = reply else { return None };
-    let [Value::BulkString(answers), holders @ ..] = values.as_slice() else { return None };
-    let mut holders = holders.iter();
+    let [Value::BulkString(answers), key_holders @ ..] = values.as_slice() else { return None };
+    let mut key_holders = key_holders.iter();
     let admission = |(job, answer): (&&NewJob, &u8)| match answer {
         b'0' => Some(Admission::Exists(job.id)),
         b'1' => Some(Admission::New),
         b'2' => Some(Admission::Full),
-        b'3' => match holders.next()? {
+        b'3' => match key_holders.next()? {
             Value::BulkString(holder) => Some(Admission::Exists(JobId::from_store(holder)?)),
             _ => None,
         },

@@ -135,7 +135,7 @@ pub(crate) fn pack_lease(lease: &JobLease) -> Vec<u8> {
 pub(crate) struct PackedFinishes {
     done: Vec<Vec<u8>>,
     others: Vec<OtherResult>,
-    // The positions of done jobs with a unique key, from 1; negative if the finish ends a hold for a time.
+    // The unique keys, each with the position of its job in `done`, from 1. Negative if the key is released even if its hold is timed.
     unique: Vec<(isize, Key)>,
     // The position of each result in the reply, in the order of the finished jobs.
     pub(crate) indexes: Vec<usize>,

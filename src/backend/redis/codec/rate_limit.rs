@@ -58,7 +58,7 @@ pub(crate) fn encode(params: &[LimitParams]) -> EncodedLimits {
         format: format!("c{}{layout}", limits.len()),
         limits,
         layout,
-        counts: numbers * NUMBER,
+        counts_len: numbers * NUMBER,
         ttl_ms: time_to_live_ms(params),
     }
 }
@@ -90,7 +90,7 @@ fn time_to_live_ms(params: &[LimitParams]) -> u64 {
 /// The length tells the first form from the second, which never has that length without logs.
 pub(crate) fn decision(reply: &[u8], policy: &Policy, cost: u64, charges: bool) -> Option<Decision> {
     let mut reader = Reader(reply);
-    let is_short = policy.logs().next().is_none() && reply.len() == policy.encoded_limits(encode).counts;
+    let is_short = policy.logs().next().is_none() && reply.len() == policy.encoded_limits(encode).counts_len;
     let (status, now) =
         if is_short { (ADMITTED.into(), reader.number()?) } else { (reader.integer(1)?, reader.integer(INSTANT)?) };
     let charged = charges && cost > 0 && status == u64::from(ADMITTED);

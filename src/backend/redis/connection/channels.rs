@@ -22,7 +22,7 @@ pub(crate) struct Shared {
     pub(crate) metrics: Metrics,
     runtime: Weak<RuntimeHandle>,
     state: Mutex<State>,
-    // Wakes the router: a channel has no server, or a link has ended.
+    // Wakes the router, the task that assigns channels to cluster nodes: a channel has no server, or a link has ended.
     pub(super) router_wake: Notify,
 }
 
@@ -31,7 +31,7 @@ pub(super) struct State {
     pub(super) channels: HashMap<Arc<str>, Channel>,
     // One for each server with channels.
     pub(super) links: HashMap<Server, Link>,
-    // The permission that was found missing last.
+    // The missing permission that the last warning named.
     pub(super) missing: Option<Permission>,
     // On a cluster, the task that assigns channels to nodes.
     pub(super) router: Option<AbortHandle>,
@@ -40,14 +40,14 @@ pub(super) struct State {
 pub(super) struct Channel {
     // The server of the channel. `None` while the cluster node is unknown.
     pub(super) server: Option<Server>,
-    // The server that refused the channel last, although it has the slot according to the map.
+    // The server that refused the channel last, although the cluster's slot map assigns the slot to it.
     pub(super) refused_by: Option<Server>,
     pub(super) listeners: usize,
     pub(super) is_confirmed: watch::Sender<bool>,
     pub(super) changes: watch::Sender<()>,
     // Only published messages; not possible losses of messages.
     pub(super) messages: watch::Sender<()>,
-    // For waiters in a wait queue, which are notified when it is their turn.
+    // For waiters in a wait queue: a message with a token is for the waiter with this token only.
     pub(super) by_token: HashMap<Token, watch::Sender<()>>,
 }
 
@@ -132,7 +132,7 @@ impl Shared {
         self.router_wake.notify_one();
     }
 
-    /// Records that a server has refused channels although it has their slots according to the map.
+    /// Records that a server has refused channels, although the cluster's slot map assigns their slots to it.
     pub(crate) fn refused_by_node(&self, server: &Server, names: &[Arc<str>]) {
         self.metrics.subscription_failed();
         let mut state = self.state();
@@ -157,20 +157,20 @@ impl Shared {
     }
 
     /// Whether there are no channels any more. The router then ends, and the next listener starts another.
-    pub(super) fn should_stop_routing(&self) -> bool {
+    pub(super) fn stop_routing_if_idle(&self) -> bool {
         let mut state = self.state();
-        let should_stop_routing = state.channels.is_empty();
-        if should_stop_routing {
+        let is_idle = state.channels.is_empty();
+        if is_idle {
             state.router = None;
         }
-        should_stop_routing
+        is_idle
     }
 }
 
 /// The interface for the task that subscribes at one server.
 impl Shared {
     /// Whether a server has no channels any more. Its task then ends, and the next listener there starts another.
-    pub(crate) fn is_idle(&self, server: &Server) -> bool {
+    pub(crate) fn remove_link_if_idle(&self, server: &Server) -> bool {
         let mut state = self.state();
         if state.channels.values().any(|channel| channel.is_at(server)) {
             return false;
@@ -200,12 +200,12 @@ impl Shared {
     }
 
     /// Records that a server delivers the messages of channels from now on.
-    pub(crate) fn confirmed(&self, server: &Server, names: &[Arc<str>]) {
+    pub(crate) fn record_confirmed(&self, server: &Server, names: &[Arc<str>]) {
         let mut state = self.state();
         for name in names {
             let Some(channel) = state.channels.get_mut(name).filter(|channel| channel.is_at(server)) else { continue };
             channel.refused_by = None;
-            // Earlier messages were lost.
+            // Messages before the confirmation may be lost.
             channel.notify_all();
             channel.is_confirmed.send_replace(true);
         }
@@ -232,9 +232,9 @@ impl Shared {
         }
     }
 
-    /// Channels to subscribe to: new channels, and formerly refused channels that the server still has. Also whether there are any of the
-    /// latter.
-    pub(crate) fn take_new(&self, server: &Server, mut refused: Vec<Arc<str>>) -> (Vec<Arc<str>>, bool) {
+    /// Takes the channels to subscribe to: new channels, and the channels of `refused` that are still assigned to the server. Also returns
+    /// whether a channel of `refused` is among them.
+    pub(crate) fn take_to_subscribe(&self, server: &Server, mut refused: Vec<Arc<str>>) -> (Vec<Arc<str>>, bool) {
         let mut state = self.state();
         let State { channels, links, .. } = &mut *state;
         let mut to_subscribe =
@@ -247,7 +247,7 @@ impl Shared {
         (to_subscribe, includes_refused)
     }
 
-    pub(crate) fn refused(&self, missing: Permission) {
+    pub(crate) fn record_missing_permission(&self, missing: Permission) {
         if self.state().missing.replace(missing) == Some(missing) {
             return;
         }
@@ -262,21 +262,21 @@ impl Shared {
     }
 
     /// Records that no subscription was refused. `includes_refused`: formerly refused channels were among the subscribed ones.
-    pub(crate) fn allowed(&self, includes_refused: bool) {
+    pub(crate) fn record_allowed(&self, includes_refused: bool) {
         let mut state = self.state();
         if includes_refused || matches!(state.missing, Some(Permission::Command(_))) {
             state.missing = None;
         }
     }
 
-    /// Returns the channels to unsubscribe from: moved ones, and those that had no listeners for a while, which it removes. Also returns
-    /// when to call this again.
+    /// Removes channels that had no listeners for [`LINGER`]. Returns the channels to unsubscribe from, which are these and the moved
+    /// channels, and when to call this again.
     pub(crate) fn take_unused(&self, server: &Server, now: Instant) -> (Vec<Arc<str>>, Option<Instant>) {
         let mut state = self.state();
         let State { channels, links, .. } = &mut *state;
         let Some(link) = links.get_mut(server) else { return (Vec::new(), None) };
         let mut unused = std::mem::take(&mut link.moved);
-        // A channel may have come back.
+        // A channel may have moved back to this server.
         unused.retain(|name| channels.get(name).is_none_or(|channel| !channel.is_at(server)));
         while let Some((since, _)) = link.unused.front() {
             if *since + LINGER > now {

@@ -1,8 +1,9 @@
 //! Connections for subscriptions: one to a single server, or one to each cluster node with subscribed channels.
 //!
-//! The client library can subscribe on a cluster, too. It subscribes to all channels of a node in one command, which the node refuses
-//! if they are in several slots. It reconnects to an address that is gone, although the slots have moved. It does not notice a node
-//! that hangs. Here each connection leads to one node, and the slot map of the commands decides which node has a channel.
+//! The cluster subscriptions of the client library are not used. They subscribe to all channels of a node in one command, which the node
+//! refuses if the channels are in several slots. They reconnect to an address that is gone, although the slots have moved. They do not
+//! notice a node that hangs. Here each connection leads to one node. The slot map that routes commands also decides which node has a
+//! channel.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -65,7 +66,7 @@ pub(crate) enum Event<'a> {
 #[derive(Default)]
 pub(crate) struct SubscribeOutcome {
     pub(crate) refusal: Option<Refusal>,
-    /// Channels of another node.
+    /// Channels that the server does not have, or does not have for now.
     pub(crate) moved: Vec<Arc<str>>,
 }
 
@@ -75,15 +76,16 @@ pub(crate) struct Refusal {
     pub(crate) missing: Permission,
 }
 
-/// What a user needs to subscribe.
+/// A permission that the Redis user needs to subscribe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Permission {
     /// The permission to run this command.
     Command(&'static str),
+    /// The permission to access the channels.
     Channels,
 }
 
-/// A connection with subscriptions. Events are delivered by the task that reads from it, so no other task has to wake up in between.
+/// A connection with subscriptions. The task that reads from the connection also delivers the events, so no other task has to wake up.
 pub(crate) struct SubscriptionConnection {
     connection: MultiplexedConnection,
     state: Arc<ChannelState>,
@@ -97,7 +99,7 @@ pub(crate) struct SubscriptionConnection {
 #[derive(Default)]
 struct ChannelState {
     // The confirmed channels. If a slot moves, the node pushes SUNSUBSCRIBE. The client library takes the push for the reply to the latest
-    // command, so a reply alone proves no subscription.
+    // command, so a reply alone does not prove a subscription.
     subscribed: Mutex<HashSet<String>>,
     // Channels that this process is unsubscribing from.
     unsubscribing: Mutex<HashSet<String>>,
@@ -115,7 +117,7 @@ impl Source {
         MIN_CONNECT_TIMEOUT.max(self.connect_timeout)
     }
 
-    /// The timeout for a reply on such a connection.
+    /// The timeout for a reply on a connection for subscriptions.
     pub(crate) fn reply_timeout(&self) -> Duration {
         self.response_timeout.clamp(MIN_REPLY_TIMEOUT, MAX_REPLY_TIMEOUT)
     }
@@ -200,7 +202,7 @@ impl SubscriptionConnection {
             match self.connection.subscribe(names(channels)).await {
                 Ok(()) => return Ok(SubscribeOutcome::default()),
                 Err(error) => {
-                    let missing = self.missing(&error).ok_or(error)?;
+                    let missing = missing_permission(&error, self.is_sharded).ok_or(error)?;
                     if channels.len() == 1 || missing != Permission::Channels {
                         let refusal = Some(Refusal { channels: channels.to_vec(), missing });
                         return Ok(SubscribeOutcome { refusal, ..SubscribeOutcome::default() });
@@ -216,19 +218,19 @@ impl SubscriptionConnection {
             return Box::pin(self.subscribe(channels)).await;
         }
         let (mut refused, mut moved) = (Vec::new(), Vec::new());
-        let mut missing_permission = None;
+        let mut missing = None;
         for (channel, reply) in channels.iter().zip(replies) {
             match reply {
                 Ok(()) if self.state.subscribed().contains(&**channel) => {}
                 Ok(()) => moved.push(Arc::clone(channel)),
                 Err(error) if is_moved(&error) => moved.push(Arc::clone(channel)),
                 Err(error) => {
-                    missing_permission = Some(self.missing(&error).ok_or(error)?);
+                    missing = Some(missing_permission(&error, self.is_sharded).ok_or(error)?);
                     refused.push(Arc::clone(channel));
                 }
             }
         }
-        let refusal = missing_permission.map(|missing| Refusal { channels: refused, missing });
+        let refusal = missing.map(|missing| Refusal { channels: refused, missing });
         Ok(SubscribeOutcome { refusal, moved })
     }
 
@@ -238,17 +240,6 @@ impl SubscriptionConnection {
             return redis::cmd("SSUBSCRIBE").arg(channel).query_async::<Value>(&mut connection).await.map(drop);
         }
         connection.subscribe(channel).await
-    }
-
-    /// The permission that the user lacks, if that is why a subscription was refused.
-    fn missing(&self, error: &RedisError) -> Option<Permission> {
-        if error.code() != Some("NOPERM") {
-            return None;
-        }
-        let command = if self.is_sharded { "ssubscribe" } else { "subscribe" };
-        // Either `... to run the 'subscribe' command` or `... to access a channel`.
-        let is_of_channels = error.detail().is_some_and(|detail| detail.contains("channel"));
-        Some(if is_of_channels { Permission::Channels } else { Permission::Command(command) })
     }
 
     pub(crate) async fn unsubscribe(&mut self, channels: &[Arc<str>]) -> Result<(), RedisError> {
@@ -339,9 +330,37 @@ fn names(channels: &[Arc<str>]) -> Vec<&str> {
     channels.iter().map(|channel| &**channel).collect()
 }
 
+/// The permission that the user lacks, if that is why a subscription was refused.
+fn missing_permission(error: &RedisError, is_sharded: bool) -> Option<Permission> {
+    if error.code() != Some("NOPERM") {
+        return None;
+    }
+    let command = if is_sharded { "ssubscribe" } else { "subscribe" };
+    // `... permissions to run the 'subscribe' command`, or `... permissions to access a channel`. The text may begin with the user name.
+    let is_of_channels = error.detail().is_some_and(|detail| detail.contains("permissions to access"));
+    Some(if is_of_channels { Permission::Channels } else { Permission::Command(command) })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn missing_permission_does_not_depend_on_the_user_name() {
+        let missing = |text: &str| {
+            let error = redis::parse_redis_value(format!("-NOPERM {text}\r\n").as_bytes());
+            let error = error.and_then(redis::Value::extract_error).unwrap_err();
+            missing_permission(&error, true)
+        };
+        for text in [
+            "this user has no permissions to access one of the channels used as arguments",
+            "User a has no permissions to access the 'b' channel",
+        ] {
+            assert!(matches!(missing(text), Some(Permission::Channels)), "{text}");
+        }
+        let command = missing("User channels has no permissions to run the 'ssubscribe' command");
+        assert!(matches!(command, Some(Permission::Command("ssubscribe"))));
+    }
 
     #[test]
     fn own_unsubscription_is_no_event() {
@@ -358,7 +377,7 @@ mod tests {
         state.unsubscribing().insert("a".to_owned());
         handle_push("a");
         handle_push("b");
-        // A new subscription, and the slot moved later.
+        // The client has subscribed to `a` again, and then its slot moves.
         handle_push("a");
         assert_eq!(*ended_channels.lock().unwrap(), ["b", "a"]);
     }

@@ -220,7 +220,7 @@ impl Refusals {
 /// Assigns channels to cluster nodes after each read of the map.
 async fn route(shared: Arc<Shared>, mut map_reads: watch::Receiver<()>) {
     let (mut is_unserved, mut refusals) = (false, Refusals::default());
-    while !shared.should_stop_routing() {
+    while !shared.stop_routing_if_idle() {
         let has_unassigned = shared.has_unassigned();
         if has_unassigned {
             shared.source.refresh_map();

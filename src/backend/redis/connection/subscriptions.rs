@@ -63,7 +63,7 @@ pub(crate) async fn run(shared: Arc<Shared>, server: Server) {
         }
         shared.resubscribe_all(&server);
         drop(shared.take_unused(&server, Instant::now()));
-        if shared.is_idle(&server) {
+        if shared.remove_link_if_idle(&server) {
             return;
         }
         // Another node may have taken over.
@@ -105,7 +105,7 @@ async fn listen(
     let mut ping_at = Instant::now() + interval;
     loop {
         let next = sync(shared, server, &mut listener, subscriptions).await?;
-        if subscriptions.confirmed.is_empty() && shared.is_idle(server) {
+        if subscriptions.confirmed.is_empty() && shared.remove_link_if_idle(server) {
             return Ok(());
         }
         let (retry_at, stable_at) = (subscriptions.retry_at, subscriptions.log_recovery(shared, server));
@@ -136,7 +136,7 @@ pub(crate) async fn sync(
     }
     let is_due = subscriptions.retry_at.take_if(|at| *at <= now).is_some();
     let retry = if is_due { std::mem::take(&mut subscriptions.refused) } else { Vec::new() };
-    let (new, includes_refused) = shared.take_new(server, retry);
+    let (new, includes_refused) = shared.take_to_subscribe(server, retry);
     let mut missing = None;
     for names in new.chunks(CHUNK_SIZE) {
         let outcome = timeout(reply_timeout, listener.subscribe(names)).await.map_err(|_| no_reply())??;
@@ -156,9 +156,9 @@ pub(crate) async fn sync(
     match missing {
         Some(missing_permission) => {
             subscriptions.retry_at.get_or_insert(now + REFUSED_RETRY_INTERVAL);
-            shared.refused(missing_permission);
+            shared.record_missing_permission(missing_permission);
         }
-        None if !new.is_empty() => shared.allowed(includes_refused),
+        None if !new.is_empty() => shared.record_allowed(includes_refused),
         None => {}
     }
     Ok(next)
@@ -171,7 +171,7 @@ impl Subscriptions {
         }
         self.confirmed_at.get_or_insert_with(Instant::now);
         self.confirmed.extend(names.iter().cloned());
-        shared.confirmed(server, names);
+        shared.record_confirmed(server, names);
     }
 
     /// Whether the connection has lasted long enough.

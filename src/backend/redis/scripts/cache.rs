@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use redis::Value;
 
-use super::lua_script::{LuaScript, lua_file, scripts};
+use super::lua_script::scripts;
 use crate::backend::redis::codec::millis::millis;
 use crate::backend::redis::keys::CacheKeys;
 use crate::backend::redis::topology::Servers;
@@ -14,12 +14,12 @@ use crate::store::token::Token;
 
 scripts! {
     /// The scripts of cached values.
-    struct CacheScripts {
+    pub(crate) struct CacheScripts {
         claim: "cache_claim.lua";
         renew: "cache_renew.lua";
-        put: "cache_put.lua", server: notify;
-        release: "cache_release.lua", server: notify;
-        invalidate: "cache_invalidate.lua", server: notify;
+        put: "cache_put.lua" after server_notify;
+        release: "cache_release.lua" after server_notify;
+        invalidate: "cache_invalidate.lua" after server_notify;
         generation: "cache_generation.lua";
     }
 }

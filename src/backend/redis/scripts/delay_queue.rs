@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use redis::{Cmd, ToRedisArgs, Value};
 
-use super::lua_script::{LuaScript, lua_file, scripts};
+use super::lua_script::{LuaScript, scripts};
 use crate::backend::redis::codec::job::{PackedFinishes, PackedJobs};
 use crate::backend::redis::codec::millis::millis;
 use crate::backend::redis::error;
@@ -13,28 +13,41 @@ use crate::backend::redis::topology::Servers;
 use crate::delay_queue::store::Claim;
 use crate::error::StoreError;
 
-/// How long the keys of a queue are kept after the latest time at which an entry in them is due.
-pub(crate) const KEEP_JOBS_MS: u64 = 180 * 86_400 * 1_000;
+/// How long the keys of a queue outlive the time at which their last entry is due.
+const KEEP_JOBS_MS: u64 = 180 * 86_400 * 1_000;
 
 scripts! {
     /// The scripts of delay queues.
-    struct DelayQueueScripts {
-        push: "delay_queue_push.lua", server: notify, delay_queue: time wake;
-        claim: "delay_queue_claim.lua", server: notify,
-            delay_queue: time keys record runs unique wake rare settle fetch finish reclaim take;
-        extend: "delay_queue_extend.lua", delay_queue: time;
-        get: "delay_queue_get.lua", delay_queue: time keys record runs find;
-        cancel: "delay_queue_cancel.lua", delay_queue: time keys record runs split find unique free;
-        reschedule: "delay_queue_reschedule.lua", server: notify,
-            delay_queue: time keys record runs split find wake state;
-        replace: "delay_queue_replace.lua", delay_queue: time keys record runs find;
-        counts: "delay_queue_counts.lua", delay_queue: time keys;
-        list: "delay_queue_list.lua", delay_queue: time keys record runs;
-        pause: "delay_queue_pause.lua", server: notify, delay_queue: time keys wake state;
-        purge: "delay_queue_purge.lua", delay_queue: time keys record runs split unique free;
-        release_unique: "delay_queue_release_unique.lua", delay_queue: time keys unique;
-        replay: "delay_queue_replay.lua", server: notify, delay_queue: time keys record unique wake state;
-        forget: "delay_queue_forget.lua", delay_queue: time keys record unique free;
+    pub(crate) struct DelayQueueScripts {
+        push: "delay_queue_push.lua" after server_notify delay_queue_time delay_queue_wake;
+        claim: "delay_queue_claim.lua"
+            after server_notify delay_queue_time delay_queue_keys delay_queue_record delay_queue_runs
+                delay_queue_unique delay_queue_wake delay_queue_rare delay_queue_settle delay_queue_fetch
+                delay_queue_finish delay_queue_reclaim delay_queue_take;
+        extend: "delay_queue_extend.lua" after delay_queue_time;
+        get: "delay_queue_get.lua"
+            after delay_queue_time delay_queue_keys delay_queue_record delay_queue_runs delay_queue_find;
+        cancel: "delay_queue_cancel.lua"
+            after delay_queue_time delay_queue_keys delay_queue_record delay_queue_runs delay_queue_split
+                delay_queue_find delay_queue_unique delay_queue_free;
+        reschedule: "delay_queue_reschedule.lua"
+            after server_notify delay_queue_time delay_queue_keys delay_queue_record delay_queue_runs
+                delay_queue_split delay_queue_find delay_queue_wake delay_queue_state;
+        replace: "delay_queue_replace.lua"
+            after delay_queue_time delay_queue_keys delay_queue_record delay_queue_runs delay_queue_find;
+        counts: "delay_queue_counts.lua" after delay_queue_time delay_queue_keys;
+        list: "delay_queue_list.lua" after delay_queue_time delay_queue_keys delay_queue_record delay_queue_runs;
+        pause: "delay_queue_pause.lua"
+            after server_notify delay_queue_time delay_queue_keys delay_queue_wake delay_queue_state;
+        purge: "delay_queue_purge.lua"
+            after delay_queue_time delay_queue_keys delay_queue_record delay_queue_runs delay_queue_split
+                delay_queue_unique delay_queue_free;
+        release_unique: "delay_queue_release_unique.lua" after delay_queue_time delay_queue_keys delay_queue_unique;
+        replay: "delay_queue_replay.lua"
+            after server_notify delay_queue_time delay_queue_keys delay_queue_record delay_queue_unique
+                delay_queue_wake delay_queue_state;
+        forget: "delay_queue_forget.lua"
+            after delay_queue_time delay_queue_keys delay_queue_record delay_queue_unique delay_queue_free;
     }
 }
 
@@ -77,7 +90,7 @@ impl DelayQueueScripts {
         let Claim { worker, limit, lease, dead } = claim;
         let limits = (limit, millis(*lease), dead.count, millis(dead.age));
         let args = (KEEP_JOBS_MS, servers.publish_command(), &keys.wake, worker.to_string(), limits, finished);
-        let reply = self.claim.run_on(servers, &all_of(keys), &args, Some(timeout)).await;
+        let reply = self.claim.run_with_timeout(servers, &all_of(keys), &args, Some(timeout)).await;
         reply.map_err(error::store_error)
     }
 
@@ -93,7 +106,7 @@ impl DelayQueueScripts {
         self.extend.call(servers, &names, (KEEP_JOBS_MS, millis(lease), tickets)).await
     }
 
-    /// Calls one of the scripts that inspect and administer jobs, with the arguments of its own.
+    /// Calls one of the scripts above that inspect and administer jobs, with the arguments of its own.
     pub(crate) async fn control(
         &self,
         servers: &Servers,
@@ -119,6 +132,7 @@ fn push_call<'a>(
     (names, (KEEP_JOBS_MS, max_jobs, servers.publish_command(), wake.as_str(), jobs))
 }
 
+/// The keys in the order of `delay_queue_keys.lua`.
 fn all_of(keys: &QueueKeys) -> [&str; 12] {
     let QueueKeys { jobs, due: [high, normal, low], leases, dead, unique, cancels, state, idle, runs, snoozed, .. } =
         keys;

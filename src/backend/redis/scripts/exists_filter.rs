@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use redis::Value;
 
-use super::lua_script::{LuaScript, lua_file, scripts};
+use super::lua_script::scripts;
 use crate::backend::redis::codec::millis::millis;
 use crate::backend::redis::topology::Servers;
 use crate::cache::exists_filter::store::{ALLOCATION_STEP, BUILD_TTL, KeyBits, Layout, NewBits};
@@ -12,22 +12,22 @@ use crate::error::StoreError;
 
 scripts! {
     /// The scripts of filters of existing keys.
-    struct ExistsFilterScripts {
-        allocate: "cache_filter_allocate.lua", cache_filter: header;
-        begin: "cache_filter_begin.lua", cache_filter: header;
-        add: "cache_filter_add.lua", cache_filter: header;
-        end: "cache_filter_end.lua", cache_filter: header;
+    pub(crate) struct ExistsFilterScripts {
+        allocate: "cache_filter_allocate.lua" after cache_filter_header;
+        begin: "cache_filter_begin.lua" after cache_filter_header;
+        add: "cache_filter_add.lua" after cache_filter_header;
+        end: "cache_filter_end.lua" after cache_filter_header;
     }
 }
 
+/// Of several keys, the first has the ids of the versions. Callers pass it again in place of a version that does not exist.
 impl ExistsFilterScripts {
     pub(crate) async fn allocate(&self, servers: &Servers, bits: &str, layout: &Layout) -> Result<Value, StoreError> {
         let args = (layout.blocks, layout.seed.as_slice(), ALLOCATION_STEP, millis(BUILD_TTL));
         self.allocate.call(servers, &[bits], args).await
     }
 
-    /// Keys: of the versions, the new version, and the previous unfinished version. For a version that does not exist, the caller passes
-    /// the key of the versions.
+    /// The second key is that of the new version, the third that of the previous unfinished version.
     pub(crate) async fn begin(
         &self,
         servers: &Servers,
@@ -38,8 +38,7 @@ impl ExistsFilterScripts {
         self.begin.call(servers, &keys, (seen, start, keep_versions_ms(ttl))).await
     }
 
-    /// Keys: of the versions, the active version, and the unfinished version. For a version that does not exist, the caller passes the key
-    /// of the versions.
+    /// The second key is that of the active version, the third that of the unfinished version.
     pub(crate) async fn add(
         &self,
         servers: &Servers,
@@ -53,8 +52,7 @@ impl ExistsFilterScripts {
         self.add.call(servers, &keys, (seen, active.as_slice(), building.as_slice(), times)).await
     }
 
-    /// Keys: of the versions, the unfinished version, and the active version. For a version that does not exist, the caller passes the key
-    /// of the versions.
+    /// The second key is that of the unfinished version, the third that of the active version.
     pub(crate) async fn end(
         &self,
         servers: &Servers,

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use redis::Value;
 
-use super::lua_script::{LuaScript, lua_file, scripts};
+use super::lua_script::scripts;
 use crate::backend::redis::codec::millis::millis;
 use crate::backend::redis::topology::Servers;
 use crate::error::StoreError;
@@ -17,14 +17,14 @@ const KEEP_ATTEMPT_MS: u64 = 10 * 60 * 1_000;
 
 scripts! {
     /// The scripts of idempotency.
-    struct IdempotencyScripts {
-        begin: "idempotency_begin.lua", idempotency: record;
+    pub(crate) struct IdempotencyScripts {
+        begin: "idempotency_begin.lua" after idempotency_record;
         renew: "idempotency_renew.lua";
-        complete: "idempotency_complete.lua", server: notify;
-        release: "idempotency_release.lua", server: notify;
-        inspect: "idempotency_inspect.lua", idempotency: record;
-        forget: "idempotency_forget.lua", server: notify, idempotency: record;
-        complete_unknown: "idempotency_complete_unknown.lua", server: notify, idempotency: record;
+        complete: "idempotency_complete.lua" after server_notify;
+        release: "idempotency_release.lua" after server_notify;
+        inspect: "idempotency_inspect.lua" after idempotency_record;
+        forget: "idempotency_forget.lua" after server_notify idempotency_record;
+        complete_unknown: "idempotency_complete_unknown.lua" after server_notify idempotency_record;
     }
 }
 
@@ -66,7 +66,7 @@ impl IdempotencyScripts {
         (publish, channel): (&str, &str),
     ) -> Result<Value, StoreError> {
         let Completion { response, is_kept, body_fingerprint, retention } = completion;
-        let state = if *is_kept { 2 } else { 3 };
+        let state = completed_state(*is_kept);
         let body_fingerprint = body_fingerprint.to_bytes();
         let kept = (state, millis(*retention), body_fingerprint.as_slice(), &**response);
         let args = (token.as_bytes().as_slice(), kept, publish, channel);
@@ -93,10 +93,10 @@ impl IdempotencyScripts {
         &self,
         servers: &Servers,
         record: &str,
-        (state, fence): (u8, u64),
+        (found, fence): (u8, u64),
         (publish, channel): (&str, &str),
     ) -> Result<Value, StoreError> {
-        let args = (state, fence, KEEP_ATTEMPT_MS, publish, channel);
+        let args = (found, fence, KEEP_ATTEMPT_MS, publish, channel);
         self.forget.call(servers, &[record], args).await
     }
 
@@ -108,8 +108,13 @@ impl IdempotencyScripts {
         (answer, retention): (&StoredResponse, Duration),
         (publish, channel): (&str, &str),
     ) -> Result<Value, StoreError> {
-        let state = if answer.is_kept() { 2 } else { 3 };
-        let args = (fence, found, state, millis(retention), &**answer.bytes(), publish, channel);
+        let new_state = completed_state(answer.is_kept());
+        let args = (fence, found, new_state, millis(retention), &**answer.bytes(), publish, channel);
         self.complete_unknown.call(servers, &[record], args).await
     }
+}
+
+/// The state of an operation that is completed with or without a response that is kept: see `idempotency_complete.lua`.
+const fn completed_state(is_kept: bool) -> u8 {
+    if is_kept { 2 } else { 3 }
 }

@@ -4,17 +4,17 @@ use std::time::Duration;
 
 use redis::{RedisError, Value};
 
-use super::lua_script::{LuaScript, Reply, lua_file, scripts};
+use super::lua_script::{Reply, scripts};
 use crate::backend::redis::codec::millis::millis;
 use crate::backend::redis::topology::{Delivery, Servers};
 use crate::error::StoreError;
 use crate::lock::store::{Claim, Queueing, Token};
 use crate::lock::{FenceFloor, LockKey, LockKind};
 
-/// The maximum number of leases in one call of `exchange`. The script has the same limit.
+/// The maximum number of leases in one call of `lock_exchange.lua`. The script has the same limit.
 pub(crate) const MAX_LOCKS: usize = 64;
 
-/// The maximum number of leases in one call of `renew`. The script has the same limit.
+/// The maximum number of leases in one call of `lock_renew.lua`. The script has the same limit.
 pub(crate) const MAX_RENEWALS: usize = 128;
 
 /// How long the last fence of a lock is remembered after its lease. After that, the server's clock makes fences rise. So fences also rise
@@ -24,18 +24,18 @@ const KEEP_FENCE_MS: u64 = 10 * 60 * 1_000 * 5 / 4;
 
 scripts! {
     /// The scripts of locks.
-    struct LockScripts {
+    pub(crate) struct LockScripts {
         acquire: "lock_acquire.lua";
         acquire_all: "lock_acquire_all.lua";
         exchange: "lock_exchange.lua";
-        queue: "lock_queue.lua", server: notify;
+        queue: "lock_queue.lua" after server_notify;
         renew: "lock_renew.lua";
         release: "lock_release.lua";
         inspect: "lock_inspect.lua";
         name: "lock_name.lua";
-        force_release: "lock_force_release.lua", server: notify;
+        force_release: "lock_force_release.lua" after server_notify;
     }
-    // The largest fence in any reply. Acquisitions send it as the floor of new fences.
+    // The largest fence in any reply of these scripts. Acquisitions send it as the floor of new fences.
     and floor: FenceFloor
 }
 
@@ -43,7 +43,7 @@ impl LockScripts {
     pub(crate) async fn acquire(&self, way: Delivery<'_>, lease: &str, claim: &Claim) -> Result<Reply, StoreError> {
         let is_granted = |reply: &Value| matches!(reply, Value::Int(1..));
         let encoded_claim = encode_claim(claim, self.floor.for_claim(claim));
-        let reply = self.acquire.exchange(way, &[lease], encoded_claim.as_slice(), is_granted).await?;
+        let reply = self.acquire.call_replicated(way, &[lease], encoded_claim.as_slice(), is_granted).await?;
         if let Reply::Replied(Value::Int(fence)) = reply {
             self.granted(fence, claim.fences);
         }
@@ -61,7 +61,7 @@ impl LockScripts {
         let floor = wanted.iter().map(|(_, claim)| self.floor.for_claim(claim)).max().unwrap_or_default();
         let tokens: Vec<_> = wanted.iter().map(|(_, claim)| claim.token.as_bytes().as_slice()).collect();
         let args = (millis(ttl), fences, KEEP_FENCE_MS, floor, tokens);
-        let reply = self.acquire_all.exchange(way, leases, args, begins_with_one).await?;
+        let reply = self.acquire_all.call_replicated(way, leases, args, begins_with_one).await?;
         self.granted_all(&reply, fences);
         Ok(reply)
     }
@@ -89,10 +89,10 @@ impl LockScripts {
         claim: &Claim,
         publish: &str,
     ) -> Result<Reply, StoreError> {
-        let longest = if claim.queueing == Queueing::Enqueue { Claim::MAX_QUEUE } else { 0 };
+        let max_queue = if claim.queueing == Queueing::Enqueue { Claim::MAX_QUEUE } else { 0 };
         let floor = self.floor.for_claim(claim);
-        let args = (claim_args(claim), held_as(claim), millis(Claim::POSITION_TTL), longest, publish, floor);
-        let reply = self.queue.exchange(way, &keys, args, begins_with_one).await?;
+        let args = (claim_args(claim), held_as(claim), millis(Claim::POSITION_TTL), max_queue, publish, floor);
+        let reply = self.queue.call_replicated(way, &keys, args, begins_with_one).await?;
         self.granted_all(&reply, claim.fences);
         Ok(reply)
     }
@@ -107,7 +107,7 @@ impl LockScripts {
         let renewals: Vec<_> =
             renewals.iter().map(|(token, ttl)| (token.as_bytes().as_slice(), millis(*ttl))).collect();
         let is_any_renewed = |reply: &Value| matches!(reply, Value::Array(renewed) if renewed.contains(&Value::Int(1)));
-        self.renew.exchange(way, leases, (KEEP_FENCE_MS, renewals), is_any_renewed).await
+        self.renew.call_replicated(way, leases, (KEEP_FENCE_MS, renewals), is_any_renewed).await
     }
 
     pub(crate) async fn release(
@@ -173,12 +173,12 @@ fn begins_with_one(reply: &Value) -> bool {
     matches!(reply, Value::Array(numbers) if numbers.first() == Some(&Value::Int(1)))
 }
 
-/// The claim as arguments of `queue`.
+/// The first arguments of `queue`.
 fn claim_args(claim: &Claim) -> (&[u8], u64, u32, u64, u32) {
     (claim.token.as_bytes(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS, permits(claim))
 }
 
-/// The maximum number of holders of this kind.
+/// The maximum number of holders of the kind that the claim wants.
 const fn permits(claim: &Claim) -> u32 {
     match claim.kind {
         LockKind::Semaphore => claim.permits,

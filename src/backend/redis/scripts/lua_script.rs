@@ -16,48 +16,45 @@ pub(crate) struct LuaScript {
     hash: String,
 }
 
-/// Declares a struct with a field for each script: its file in `lua/`, and the includes that its header names, by their prefix.
+/// Declares a struct with a field for each script: its file in `lua/`, and the includes before it, as its header names them. `and` adds a
+/// field with its default.
 macro_rules! scripts {
     (
         $(#[$doc:meta])*
-        struct $scripts:ident {
-            $($script:ident: $file:literal $(, $prefix:ident: $($include:ident)+)*;)+
+        pub(crate) struct $scripts:ident {
+            $($script:ident: $file:literal $(after $($include:ident)+)?;)+
         }
         $(and $field:ident: $type:ty)?
     ) => {
         $(#[$doc])*
         #[derive(Debug)]
         pub(crate) struct $scripts {
-            $(pub(crate) $script: LuaScript,)+
+            $(pub(crate) $script: $crate::backend::redis::scripts::LuaScript,)+
             $(pub(crate) $field: $type,)?
         }
 
         impl $scripts {
             pub(super) fn new() -> Self {
                 Self {
-                    $($script: LuaScript::new(concat!(
-                        $($(lua_file!("includes/", stringify!($prefix), "_", stringify!($include), ".lua"),)+)*
-                        lua_file!($file),
+                    $($script: $crate::backend::redis::scripts::LuaScript::new(concat!(
+                        $($(include_str!(
+                            concat!(env!("CARGO_MANIFEST_DIR"), "/lua/includes/", stringify!($include), ".lua")
+                        ),)+)?
+                        include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/lua/", $file)),
                     )),)+
                     $($field: Default::default(),)?
                 }
             }
 
             #[cfg(test)]
-            pub(super) fn each_mut(&mut self) -> impl Iterator<Item = &mut LuaScript> {
+            pub(super) fn each_mut(&mut self) -> impl Iterator<Item = &mut $crate::backend::redis::scripts::LuaScript> {
                 [$(&mut self.$script),+].into_iter()
             }
         }
     };
 }
 
-macro_rules! lua_file {
-    ($($part:expr),+) => {
-        include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/lua/", $($part),+))
-    };
-}
-
-pub(super) use {lua_file, scripts};
+pub(super) use scripts;
 
 /// The reply of a script whose writes may have to reach replicas.
 pub(crate) enum Reply {
@@ -85,11 +82,11 @@ impl LuaScript {
         keys: &[&str],
         args: &impl ToRedisArgs,
     ) -> Result<Value, RedisError> {
-        self.run_on(servers, keys, args, None).await
+        self.run_with_timeout(servers, keys, args, None).await
     }
 
-    /// The same, with a response timeout other than the connection's.
-    pub(super) async fn run_on(
+    /// As [`run`](Self::run), with a response timeout other than the connection's.
+    pub(super) async fn run_with_timeout(
         &self,
         servers: &Servers,
         keys: &[&str],
@@ -106,8 +103,8 @@ impl LuaScript {
         }
     }
 
-    /// The same, and waits until replicas have the writes of the script if `is_granted` is true for its reply.
-    pub(super) async fn exchange(
+    /// As [`run`](Self::run), and waits until replicas have the writes of the script if `is_granted` is true for its reply.
+    pub(super) async fn call_replicated(
         &self,
         way: Delivery<'_>,
         keys: &[&str],
@@ -149,6 +146,7 @@ impl LuaScript {
         }
     }
 
+    /// As [`run`](Self::run), with the error as a [`StoreError`].
     pub(super) async fn call(
         &self,
         servers: &Servers,
@@ -158,7 +156,7 @@ impl LuaScript {
         self.run(servers, keys, &args).await.map_err(error::store_error)
     }
 
-    /// The call with the text of the script, as a command for a pipeline.
+    /// The call as a command for a pipeline. It has the text of the script, because a pipeline cannot repeat the call after NOSCRIPT.
     pub(super) fn eval(&self, keys: &[&str], args: &impl ToRedisArgs) -> Cmd {
         command("EVAL", &self.code, keys, args)
     }

@@ -13,8 +13,8 @@ use self::delay_queue::DelayQueueScripts;
 use self::exists_filter::ExistsFilterScripts;
 use self::idempotency::IdempotencyScripts;
 use self::lock::LockScripts;
+use self::lua_script::scripts;
 pub(crate) use self::lua_script::{LuaScript, Reply};
-use self::lua_script::{lua_file, scripts};
 use self::rate_limit::RateLimitScripts;
 
 /// All scripts.
@@ -31,7 +31,7 @@ pub(crate) struct Scripts {
 
 scripts! {
     /// The script that checks the permissions of the user.
-    struct ServerScripts {
+    pub(crate) struct ServerScripts {
         probe: "server_probe.lua";
     }
 }
@@ -80,8 +80,9 @@ mod tests {
 
     #[test]
     fn headers_agree_with_bodies_and_calls() {
-        let scripts = Scripts::new();
-        // The number of keys and arguments of the typed calls, for one descriptor or lease.
+        let mut scripts = Scripts::new();
+        let count = scripts.each_mut().count();
+        // The number of keys and arguments of the typed calls of the modules, for one descriptor or lease.
         let calls = [
             (&scripts.rate_limit.check, 1, 10),
             (&scripts.rate_limit.check_plain, 1, 1),
@@ -129,6 +130,7 @@ mod tests {
             (&scripts.delay_queue.replay, 12, 4),
             (&scripts.delay_queue.forget, 12, 4),
         ];
+        assert_eq!(calls.len(), count);
         for (script, keys, args) in calls {
             let (comments, code): (Vec<_>, Vec<_>) = script.code().lines().partition(|line| line.starts_with("--"));
             let (header, body) = (comments.join("\n"), code.join("\n"));

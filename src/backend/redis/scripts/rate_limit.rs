@@ -3,7 +3,7 @@
 use redis::{RedisWrite, ToRedisArgs, Value};
 use smallvec::SmallVec;
 
-use super::lua_script::{LuaScript, lua_file, scripts};
+use super::lua_script::scripts;
 use crate::backend::redis::codec::rate_limit::EncodedLimits;
 use crate::backend::redis::topology::Servers;
 use crate::error::StoreError;
@@ -11,10 +11,10 @@ use crate::rate_limit::Receipt;
 
 scripts! {
     /// The scripts of rate limits.
-    struct RateLimitScripts {
-        check: "rate_limit_check.lua", rate_limit: refill fade;
-        check_plain: "rate_limit_check_plain.lua", rate_limit: refill fade;
-        check_many: "rate_limit_check_many.lua", rate_limit: refill fade;
+    pub(crate) struct RateLimitScripts {
+        check: "rate_limit_check.lua" after rate_limit_refill rate_limit_fade;
+        check_plain: "rate_limit_check_plain.lua" after rate_limit_refill rate_limit_fade;
+        check_many: "rate_limit_check_many.lua" after rate_limit_refill rate_limit_fade;
         block: "rate_limit_block.lua";
     }
 }
@@ -81,12 +81,12 @@ impl RateLimitScripts {
     pub(crate) async fn check(
         &self,
         servers: &Servers,
-        verb: CheckMode,
+        mode: CheckMode,
         descriptors: &[Descriptor<'_>],
     ) -> Result<Value, StoreError> {
         let keys: SmallVec<[&str; 4]> =
             descriptors.iter().flat_map(|descriptor| descriptor.keys.iter().map(String::as_str)).collect();
-        match verb {
+        match mode {
             CheckMode::Check => self.check.call(servers, &keys, ("check", descriptors)).await,
             CheckMode::Peek => self.check.call(servers, &keys, ("peek", descriptors)).await,
             CheckMode::Settle(receipt) => {
@@ -105,11 +105,11 @@ impl RateLimitScripts {
         cost: u64,
         encoded: &EncodedLimits,
     ) -> Result<Value, StoreError> {
-        let EncodedLimits { params, limits, counts, ttl_ms, .. } = encoded;
+        let EncodedLimits { params, limits, counts_len, ttl_ms, .. } = encoded;
         let mut request = SmallVec::<[u8; 160]>::new();
         request.extend_from_slice(&cost.to_le_bytes()[..7]);
         request.extend_from_slice(&ttl_ms.to_le_bytes()[..6]);
-        for length in [limits.len() + counts, limits.len()] {
+        for length in [limits.len() + counts_len, limits.len()] {
             request.extend_from_slice(&(length as u16).to_le_bytes());
         }
         request.extend_from_slice(params);
@@ -131,6 +131,7 @@ impl RateLimitScripts {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::redis::scripts::LuaScript;
 
     #[test]
     fn call_is_one_command_with_all_arguments() {
@@ -139,7 +140,7 @@ mod tests {
             limits: b"limits".to_vec(),
             layout: "<d".into(),
             format: "c6<d".into(),
-            counts: 8,
+            counts_len: 8,
             ttl_ms: 60_000,
         };
         let descriptor = Descriptor { keys: &[], cost: 5, quota_change: "keep", limits: &limits };

@@ -35,7 +35,7 @@ impl CacheStore for RedisBackend {
     async fn claim(&self, key: &CacheKey, seen: &EntryId, claim: &Claim) -> Result<Claimed, StoreError> {
         let Inner { servers, keys, scripts, server_clock, .. } = &*self.inner;
         let reply = scripts.cache.claim(servers, &keys.cache(key), seen, claim).await?;
-        let Some([state, ms, now_ms]) = numbers(&reply) else { return Err(unexpected_reply(&reply)) };
+        let Some([state, ms, now_ms]) = integers(&reply) else { return Err(unexpected_reply(&reply)) };
         server_clock.set(now_ms);
         let time = Duration::from_millis(ms);
         match state {
@@ -123,7 +123,7 @@ impl RedisBackend {
     ) -> Result<bool, StoreError> {
         let Inner { servers, keys, scripts, server_clock, .. } = &*self.inner;
         let reply = scripts.cache.put(servers, &keys.cache(key), token, is_load, entry).await?;
-        let Some([stored, now_ms]) = numbers(&reply) else { return Err(unexpected_reply(&reply)) };
+        let Some([stored, now_ms]) = integers(&reply) else { return Err(unexpected_reply(&reply)) };
         server_clock.set(now_ms);
         Ok(stored == 1)
     }
@@ -135,12 +135,12 @@ const HEADER: usize = 45;
 /// Decodes an entry, as `cache_put.lua` describes it.
 fn decode(bytes: Vec<u8>, now_ms: u64) -> Entry {
     let bytes = Bytes::from(bytes);
-    // As GETRANGE returns it in `cache_claim.lua`.
+    // Of a value that is too short, the same bytes as GETRANGE returns in `cache_claim.lua`.
     let id = EntryId::new(&bytes[bytes.len().min(2)..bytes.len().min(18)]);
     let Some((content, tags)) = decode_content(&bytes) else {
         return Entry::new(id, Content::Unreadable);
     };
-    let time = |at: Range<usize>| number(&bytes[at]);
+    let time = |at: Range<usize>| little_endian(&bytes[at]);
     let since = |at| Duration::from_millis(now_ms.saturating_sub(time(at)));
     let until = |at| Duration::from_millis(time(at).saturating_sub(now_ms));
     Entry::new(id, content)
@@ -151,7 +151,7 @@ fn decode(bytes: Vec<u8>, now_ms: u64) -> Entry {
 
 /// The content and the tags of an entry. `None` if it cannot be read.
 fn decode_content(bytes: &Bytes) -> Option<(Content, Vec<TagGeneration>)> {
-    let start = HEADER + number(bytes.get(43..HEADER)?) as usize;
+    let start = HEADER + little_endian(bytes.get(43..HEADER)?) as usize;
     let tags = decode_tags(bytes.get(HEADER..start)?)?;
     match bytes.first_chunk()? {
         [1, 0] if bytes.len() == start => Some((Content::Absent, tags)),
@@ -171,30 +171,29 @@ fn decode_tags(mut bytes: &[u8]) -> Option<Vec<TagGeneration>> {
     Some(tags)
 }
 
-/// A number whose lowest byte comes first.
-fn number(bytes: &[u8]) -> u64 {
+fn little_endian(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |sum, byte| sum << 8 | u64::from(*byte))
 }
 
-pub(super) fn numbers<const N: usize>(reply: &Value) -> Option<[u64; N]> {
+/// The integers of a reply. A negative one is 0: PTTL of a key without an expiry is -1.
+pub(super) fn integers<const N: usize>(reply: &Value) -> Option<[u64; N]> {
     let Value::Array(values) = reply else { return None };
-    let numbers: Option<Vec<u64>> = values
+    let integers: Option<Vec<u64>> = values
         .iter()
         .map(|value| match value {
-            // A key without an expiry is -1.
-            Value::Int(number) => Some((*number).try_into().unwrap_or_default()),
+            Value::Int(integer) => Some((*integer).try_into().unwrap_or_default()),
             _ => None,
         })
         .collect();
-    numbers?.try_into().ok()
+    integers?.try_into().ok()
 }
 
 /// The reply of TIME, in milliseconds.
 pub(super) fn milliseconds(reply: &Value) -> Option<u64> {
     let Value::Array(values) = reply else { return None };
     let [Value::BulkString(seconds), Value::BulkString(micros)] = values.as_slice() else { return None };
-    let number = |text: &[u8]| std::str::from_utf8(text).ok()?.parse::<u64>().ok();
-    Some(number(seconds)? * 1_000 + number(micros)? / 1_000)
+    let decimal = |text: &[u8]| std::str::from_utf8(text).ok()?.parse::<u64>().ok();
+    Some(decimal(seconds)? * 1_000 + decimal(micros)? / 1_000)
 }
 
 pub(super) fn is_done(reply: &Value) -> Result<bool, StoreError> {

@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use redis::{Cmd, Value};
 
-use super::cache::{is_done, milliseconds, numbers};
+use super::cache::{integers, is_done, milliseconds};
 use crate::backend::redis::error::{store_error, unexpected_reply};
 use crate::backend::redis::keys::Keys;
 use crate::backend::redis::{Inner, RedisBackend};
@@ -78,7 +78,7 @@ impl ExistsFilterStore for RedisBackend {
         let names = Names::new(keys, filter, seen);
         let names: [&str; 3] = [&names.versions, names.active(), names.building()];
         let reply = scripts.exists_filter.add(servers, names, &encode_ids(seen), bits).await?;
-        match numbers::<3>(&reply) {
+        match integers::<3>(&reply) {
             Some([0, ..]) => Ok(Added::Changed),
             Some([1, active, building]) => Ok(Added::Done { active: active == 1, building: building == 1 }),
             Some([2, ms, _]) => Ok(Added::Missing { missing_for: Duration::from_millis(ms) }),
@@ -123,7 +123,7 @@ impl Names {
         self.active.as_deref().unwrap_or(&self.versions)
     }
 
-    /// Likewise the version that is built.
+    /// Likewise the unfinished version.
     fn building(&self) -> &str {
         self.building.as_deref().unwrap_or(&self.versions)
     }

@@ -23,7 +23,7 @@ impl IdempotencyStore for RedisBackend {
     async fn begin(&self, operation: &Operation, claim: &Claim) -> Result<Begun, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let record = keys.idempotency(operation);
-        let (records, max) = self.bound(&record, operation, claim);
+        let (records, max) = self.count_key_and_max(&record, operation, claim);
         let reply = scripts.idempotency.begin(servers, [&record, &records], claim, max).await?;
         begun(&reply).ok_or_else(|| unexpected_reply(&reply))
     }
@@ -61,7 +61,7 @@ impl IdempotencyStore for RedisBackend {
         token: &Token,
         completion: &Completion,
     ) -> Result<bool, StoreError> {
-        // Responses are large and a caller waits: not on the connections of renewals.
+        // Not on the dedicated connections: a large response would delay the renewals there.
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let (record, channel) = (keys.idempotency(operation), keys.done(operation));
         let publish = (self.publish(), &*channel);
@@ -71,14 +71,14 @@ impl IdempotencyStore for RedisBackend {
     async fn release(&self, operation: &Operation, claim: &Claim) -> Result<bool, StoreError> {
         let Inner { keys, scripts, auxiliary, .. } = &*self.inner;
         let (record, channel) = (keys.idempotency(operation), keys.done(operation));
-        let (records, max) = self.bound(&record, operation, claim);
+        let (records, max) = self.count_key_and_max(&record, operation, claim);
         let publish = (self.publish(), &*channel);
         let release = |records, max| {
             scripts.idempotency.release(auxiliary.dedicated(), [&record, records], &claim.token, max, publish)
         };
         let reply = match release(&records, max).await {
-            // While the slot moves, a node may have only one of the keys. The record matters; the count corrects itself at the
-            // record's end.
+            // While a slot moves, a node may have only one of the two keys. Then release the record alone. If the record was
+            // counted, it counts until the end that its claim has set.
             Err(error) if is_refused_for_now(&error) => release(&record, 0).await?,
             reply => reply?,
         };
@@ -100,24 +100,24 @@ impl IdempotencyStore for RedisBackend {
 }
 
 impl RedisBackend {
-    /// The key that counts the records of a caller, and the bound. Without a bound, the bound is 0 and the key is the record's:
-    /// a script with one key works while its slot moves.
-    fn bound(&self, record: &str, operation: &Operation, claim: &Claim) -> (String, u64) {
+    /// The key of the set that counts the records of a caller, and the largest number of records. Without a bound, the number is 0, and the
+    /// key is that of the record itself: a script with only one key works while its slot moves.
+    fn count_key_and_max(&self, record: &str, operation: &Operation, claim: &Claim) -> (String, u64) {
         let Some(bound) = claim.bound.as_ref().filter(|bound| bound.max > 0) else { return (record.to_owned(), 0) };
         let Inner { servers, keys, .. } = &*self.inner;
-        // All keys of a script share a slot, so on a cluster each partition has a count.
+        // All keys of a script share a slot, so on a cluster each partition counts its own records.
         let is_cluster = servers.is_cluster();
-        let max = if is_cluster { share(bound.max) } else { bound.max };
+        let max = if is_cluster { partition_max(bound.max) } else { bound.max };
         (keys.records(&bound.scope, operation, is_cluster), max.min(MOST_COUNTED))
     }
 }
 
-/// A script cannot count further exactly. Larger bounds are lowered to this, which no caller reaches.
+/// Lua's numbers are exact only up to this one. Larger bounds are lowered to it, and no caller reaches it.
 const MOST_COUNTED: u64 = 1 << 53;
 
-/// The bound of one partition of a cluster. All partitions together admit more than `max`. Keys fall on partitions at random: four standard
-/// deviations of room keep a partition from filling before its caller has `max`.
-fn share(max: u64) -> u64 {
+/// The bound of one partition of a cluster: an equal share of `max`, and four standard deviations more. Keys fall on partitions at random,
+/// and without this room, a partition would be full before the caller has `max` records. All partitions together admit more than `max`.
+fn partition_max(max: u64) -> u64 {
     let fair = max.div_ceil(PARTITIONS);
     fair.saturating_add(4 * fair.isqrt()).saturating_add(1)
 }
@@ -133,7 +133,7 @@ impl IdempotencyRegistry for RedisBackend {
         let Inner { keys, scripts, auxiliary, .. } = &*self.inner;
         let OperationStatus { operation, state, fence, .. } = status;
         let (record, channel) = (keys.idempotency(operation), keys.done(operation));
-        let (found, publish) = ((number_of(*state), *fence), (self.publish(), &*channel));
+        let (found, publish) = ((state_code(*state), *fence), (self.publish(), &*channel));
         is_done(&scripts.idempotency.forget(auxiliary.dedicated(), &record, found, publish).await?)
     }
 
@@ -147,21 +147,21 @@ impl IdempotencyRegistry for RedisBackend {
         if !matches!(state, OperationState::Unknown { .. } | OperationState::Completed { .. }) {
             return Ok(false);
         }
-        // Responses are large: not on the connections of renewals.
+        // Not on the dedicated connections: a large response would delay the renewals there.
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let (record, channel) = (keys.idempotency(operation), keys.done(operation));
-        let (found, kept, publish) = ((number_of(*state), *fence), (response, retention), (self.publish(), &*channel));
+        let (found, kept, publish) = ((state_code(*state), *fence), (response, retention), (self.publish(), &*channel));
         is_done(&scripts.idempotency.complete_unknown(servers, &record, found, kept, publish).await?)
     }
 
     async fn list(&self, scope: Option<&Key>, from: Cursor, max: usize) -> Result<OperationPage, StoreError> {
         let Inner { keys, auxiliary, .. } = &*self.inner;
         let (records, next) = scan(auxiliary.dedicated(), from, &keys.operations(scope), max).await?;
-        // `COUNT` is a hint that SCAN exceeds by at most a bucket, so it bounds the concurrent calls.
+        // One SCAN returns at most about `max` keys (its `COUNT`), so the number of concurrent calls is bounded.
         let found = records.iter().filter_map(|record| keys.operation_of(record));
         let statuses = try_join_all(found.map(|operation| async move {
             match IdempotencyRegistry::inspect(self, &operation).await {
-                // Foreign data is no operation, and hides no other operation.
+                // Foreign data must not fail the whole list.
                 Err(error) if error.is_foreign_data() => Ok(None),
                 status => status,
             }
@@ -172,7 +172,7 @@ impl IdempotencyRegistry for RedisBackend {
 }
 
 /// The number of the state in `idempotency_inspect.lua`.
-const fn number_of(state: OperationState) -> u8 {
+const fn state_code(state: OperationState) -> u8 {
     match state {
         OperationState::Free => 0,
         OperationState::InFlight { .. } => 1,
@@ -223,11 +223,11 @@ fn begun(reply: &Value) -> Option<Begun> {
     };
     Some(match values.as_slice() {
         [Value::Int(0)] => Begun::Mismatch,
-        [Value::Int(1), fence, attempt, body, Value::BulkString(rest)] => Begun::Granted {
+        [Value::Int(1), fence, attempt, body, Value::BulkString(checkpoint)] => Begun::Granted {
             fence: number(fence)?,
             attempt: number(attempt)?.try_into().ok()?,
             body_fingerprint: body_fingerprint(body)?,
-            checkpoint: if rest.is_empty() { None } else { Some(Checkpoint::from_bytes(rest)?) },
+            checkpoint: if checkpoint.is_empty() { None } else { Some(Checkpoint::from_bytes(checkpoint)?) },
         },
         [Value::Int(6), remaining_ms] => Begun::ScopeFull { retry_after: Duration::from_millis(number(remaining_ms)?) },
         [Value::Int(2), remaining_ms, body] => Begun::InFlight {

@@ -20,19 +20,19 @@ use crate::reach::Reach;
 use crate::store::shutdown::ShutdownTarget;
 
 impl RedisBackend {
-    async fn decide(&self, policy: &Policy, key: &Key, cost: u64, verb: CheckMode) -> Result<Decision, StoreError> {
+    async fn decide(&self, policy: &Policy, key: &Key, cost: u64, mode: CheckMode) -> Result<Decision, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        if let (CheckMode::Check, 1.., None) = (verb, cost, policy.logs().next()) {
+        if let (CheckMode::Check, 1.., None) = (mode, cost, policy.logs().next()) {
             let reply = self.check_plain(policy, key, cost).await?;
             if !reply.is_empty() {
-                return parse_decision(&reply, policy, cost, verb);
+                return parse_decision(&reply, policy, cost, mode);
             }
         }
         let keys = keys.rate_limit(policy, key);
         let descriptor = descriptor(policy, &keys, as_change(cost));
         // Boxed to keep the fast path's future small.
-        let reply = Box::pin(scripts.rate_limit.check(servers, verb, &[descriptor])).await?;
-        parse_decision(text(&reply)?, policy, cost, verb)
+        let reply = Box::pin(scripts.rate_limit.check(servers, mode, &[descriptor])).await?;
+        parse_decision(reply_bytes(&reply)?, policy, cost, mode)
     }
 
     /// Checks a key whose policy has no sliding log, directly or in a batch.
@@ -50,10 +50,11 @@ impl RedisBackend {
         let counts = keys.counts(policy, key);
         let reply = scripts.rate_limit.check_plain(servers, &counts, cost, policy.encoded_limits(encode)).await;
         drop(permit);
-        Ok(Reply::from_slice(text(&reply?)?))
+        Ok(Reply::from_slice(reply_bytes(&reply?)?))
     }
 
-    /// Refunds charges. With a runtime and a free permit, a task does it, which outlives its caller. Each call has its own timeout.
+    /// Refunds charges. In a runtime, and if fewer than `MAX_REFUNDS` tasks refund, it spawns a task at once, which goes on if the returned
+    /// future is dropped. Otherwise the returned future refunds. Each store call has its own timeout.
     fn refund(&self, charges: Vec<Charge>) -> impl Future<Output = Result<(), StoreError>> + Send + use<> {
         let (backend, permit) = (self.clone(), Arc::clone(&self.inner.refunds).try_acquire_owned());
         let refund = async move { refund_charges(&backend, charges).await };
@@ -82,7 +83,7 @@ fn descriptor<'a>(policy: &'a Policy, keys: &'a [String], cost: i64) -> Descript
     Descriptor { keys, cost, limits: policy.encoded_limits(encode), quota_change }
 }
 
-fn text(reply: &redis::Value) -> Result<&[u8], StoreError> {
+fn reply_bytes(reply: &redis::Value) -> Result<&[u8], StoreError> {
     match reply {
         redis::Value::BulkString(reply) => Ok(reply),
         other => Err(unexpected_reply(other)),
@@ -93,9 +94,9 @@ pub(crate) fn parse_decision(
     reply: &[u8],
     policy: &Policy,
     cost: u64,
-    verb: CheckMode,
+    mode: CheckMode,
 ) -> Result<Decision, StoreError> {
-    let decision = rate_limit::decision(reply, policy, cost, matches!(verb, CheckMode::Check));
+    let decision = rate_limit::decision(reply, policy, cost, matches!(mode, CheckMode::Check));
     decision.ok_or_else(|| unexpected_reply(&redis::Value::BulkString(reply.to_vec())))
 }
 
@@ -138,9 +139,11 @@ impl RateLimitStore for RedisBackend {
         let admitted = replies
             .iter()
             .all(|reply| matches!(reply, redis::Value::BulkString(text) if rate_limit::is_admitted(text)));
-        let verb = if admitted { CheckMode::Check } else { CheckMode::Peek };
+        let mode = if admitted { CheckMode::Check } else { CheckMode::Peek };
         let decisions = requests.iter().zip(replies);
-        decisions.map(|(request, reply)| parse_decision(text(reply)?, &request.policy, request.cost, verb)).collect()
+        decisions
+            .map(|(request, reply)| parse_decision(reply_bytes(reply)?, &request.policy, request.cost, mode))
+            .collect()
     }
 
     async fn peek(&self, policy: &Policy, key: &Key, cost: u64) -> Result<Decision, StoreError> {

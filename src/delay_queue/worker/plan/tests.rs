@@ -143,7 +143,7 @@ fn no_service_is_wanted_while_no_job_is_due() {
     assert_eq!(wanted(&mut worker), 0);
     worker.partition().claim_at = Some(worker.now + secs(1));
     assert_eq!(wanted(&mut worker), 0);
-    worker.partition().more = true;
+    worker.partition().has_more_due = true;
     assert_eq!(wanted(&mut worker), 8, "a claim is in flight, and more jobs are due");
 }
 
@@ -207,7 +207,7 @@ fn due_parts_share_the_ready_services() {
 #[test]
 fn half_of_the_jobs_is_claimed_while_more_are_due() {
     let mut worker = Worker::polled(1, 8);
-    worker.partition().more = true;
+    worker.partition().has_more_due = true;
     assert_eq!(worker.calls(), [call(0, 0, 4)]);
 }
 
@@ -222,7 +222,7 @@ fn job_in_the_future_is_not_claimed() {
 fn part_of_an_abandoned_job_skips_a_claim() {
     let mut worker = Worker::polled(1, 8);
     worker.add_acks(1);
-    worker.partition().skips_claim = true;
+    worker.partition().next_call_skips_claim = true;
     assert_eq!(worker.calls(), [call(0, 1, 0)]);
 }
 
@@ -255,7 +255,7 @@ fn second_call_needs_many_results_and_due_jobs() {
     (worker.partition().calls, worker.state.running) = (1, 4);
     worker.add_acks(2);
     assert_eq!(worker.calls(), []);
-    worker.partition().more = true;
+    worker.partition().has_more_due = true;
     assert_eq!(worker.calls(), [call(0, 2, 0)]);
     worker.add_acks(4);
     assert_eq!(worker.calls(), [], "two calls are in flight");
