@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::error::{BoxError, ConfigError, StoreError};
 
-/// Why there is no value. All callers that waited for one load get a clone of the same error.
+/// Why a call of the cache failed. All callers that waited for one load get a clone of the same error.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum CacheError {
@@ -18,19 +18,19 @@ pub enum CacheError {
     },
     /// The loader panicked.
     Panicked,
-    /// The loader, or that of another process, took longer than [`load_timeout`](super::Cache::load_timeout).
+    /// The loader of this process, or of another one, took longer than [`load_timeout`](super::Cache::load_timeout).
     TimedOut {
-        /// That time.
+        /// The value of `load_timeout`.
         after: Duration,
     },
     /// The loader asked the cache for the key that it loads, or for another key of its batch. It would wait for itself.
     Recursive,
-    /// The store failed, and [`origin_limit`](super::Cache::origin_limit) loads run in this process already.
+    /// The store failed, and this process already runs [`origin_limit`](super::Cache::origin_limit) loads without the store.
     OriginLimit {
         /// The failure of the store.
         store: StoreError,
     },
-    /// The store failed, in a call that needs it.
+    /// The store failed, and the call cannot continue without the store.
     Store(StoreError),
     /// The value cannot be encoded: the error of the [codec](crate::Codec).
     Encode(Arc<dyn Error + Send + Sync>),

@@ -11,7 +11,7 @@ impl<B, E> Responder<Rejection, Response<B>, E> for GrpcResponder {
     type Error = E;
 
     fn reject(&self, rejection: Rejection) -> Result<Self::Response, E> {
-        let (text, is_half_done) = (rejection.to_string(), rejection.is_half_done());
+        let (text, may_have_run) = (rejection.to_string(), rejection.may_have_run());
         let later = |code: Code, text: &str, wait| {
             let wait = self.with_jitter(wait);
             detailed(code, text, Some(wait), vec![Any::retry_info(wait)])
@@ -25,7 +25,7 @@ impl<B, E> Responder<Rejection, Response<B>, E> for GrpcResponder {
             Rejection::Mismatch | Rejection::OutcomeUnknown { .. } | Rejection::NotStored { .. } => {
                 status_response(Code::FailedPrecondition, &text)
             }
-            // Retry policies retry this code. They do not retry `DEADLINE_EXCEEDED`, which is for the client's own deadline.
+            // Clients usually retry `UNAVAILABLE`. They do not retry `DEADLINE_EXCEEDED`, which is for the client's own deadline.
             Rejection::BodyTimeout => later(Code::Unavailable, &text, STORE_RETRY),
             Rejection::InFlight { retry_after } => later(Code::Aborted, &text, retry_after),
             Rejection::Cancelled => never(Code::Aborted),
@@ -39,7 +39,7 @@ impl<B, E> Responder<Rejection, Response<B>, E> for GrpcResponder {
             }
             Rejection::Store(_) => later(Code::Unavailable, STORE_TEXT, STORE_RETRY),
         };
-        declare_rejection(&mut response, is_half_done);
+        declare_rejection(&mut response, may_have_run);
         Ok(response.map(IdempotentBody::other))
     }
 
@@ -79,7 +79,7 @@ mod tests {
             (Rejection::TooLarge { has_begun: false }, "8", Some("-1"), true),
             (Rejection::TooLarge { has_begun: true }, "8", Some("-1"), false),
             (Rejection::Mismatch, "9", None, true),
-            // The record of the earlier attempt remains.
+            // This request was not executed. Only the outcome of an earlier attempt is unknown.
             (Rejection::OutcomeUnknown { attempt: 1 }, "9", None, true),
             (Rejection::NotStored { status: 200 }, "9", None, true),
             (Rejection::InFlight { retry_after: Duration::from_secs(2) }, "10", Some("2000"), true),

@@ -51,11 +51,12 @@
 //! # gRPC-Web
 //!
 //! Put the layer that translates gRPC-Web (`GrpcWebLayer` of tonic-web) outside the layers of this crate. With tonic, add it first. It
-//! translates rejections for the client in the browser. [`failures`] and [`successes`] find the status of a call on either side of it.
+//! translates rejections for the client in the browser. [`failures`] and [`successes`] find the status of a call inside and outside that
+//! layer.
 //!
 //! # Examples
 //!
-//! In front of all services of a tonic server, by tenant. A proxy has authenticated the tenant and set the header:
+//! One limit per tenant for all services of a tonic server. A proxy has authenticated the tenant and set the header:
 //!
 //! ```
 //! use std::time::Duration;

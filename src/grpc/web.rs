@@ -13,7 +13,7 @@ pub(crate) struct WebTrailers {
     quad: Vec<u8>,
     // The bytes of an incomplete message header: one byte of flags, and four of length.
     head: Vec<u8>,
-    // The bytes of the message that have not arrived yet.
+    // The number of bytes of the message that have not arrived yet.
     rest: usize,
     trailers: Vec<u8>,
 }
@@ -21,7 +21,7 @@ pub(crate) struct WebTrailers {
 impl WebTrailers {
     const HEAD: usize = 5;
     const IS_TRAILERS: u8 = 0x80;
-    /// The maximum number of bytes of trailers that are buffered. The status comes first.
+    /// The maximum number of bytes of trailers that are buffered. The status comes first, so it is among them.
     const MAX_TRAILERS: usize = 8_192;
 
     /// Creates the parser if these headers are of a gRPC-Web response.
@@ -31,7 +31,7 @@ impl WebTrailers {
         Some(Self { is_text: kind.starts_with(b"-text"), ..Self::default() })
     }
 
-    /// Reads a chunk of the body, and returns the status if the trailers end in it.
+    /// Reads a chunk of the body, and returns the status if the chunk completes the trailers.
     pub(crate) fn read(&mut self, bytes: &[u8]) -> Option<HeaderMap> {
         if !self.is_text {
             return self.read_messages(bytes);

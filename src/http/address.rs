@@ -1,4 +1,4 @@
-//! IP addresses: which ones are the same, which ones are one client's, and which ones are private.
+//! IP addresses: which addresses are the same, which belong to one client, and which are private.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 

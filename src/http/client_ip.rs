@@ -62,7 +62,7 @@ static CLOUDFRONT_VIEWER_ADDRESS: HeaderName = HeaderName::from_static("cloudfro
 /// socket a proxy has no address: insert a [`PeerAddr`](super::PeerAddr) with a trusted one, such as `127.0.0.1`.
 ///
 /// * An entry is an address in the form `ip`, `ip:port`, `[v6]` or `[v6]:port`, quoted or not. A port is a number up to 65535, or a name
-///   after the colon, as in `203.0.113.7:_hidden`.
+///   that begins with `_`, as in `203.0.113.7:_hidden`.
 /// * An IPv6 address without brackets has a port only if the whole text is no address: `2001:db8::1:50001` has port 50001, since no group has
 ///   five digits, but `2001:db8::1:443` is an address. This is ambiguous, so let your proxy write brackets. For headers that always hold a port, use
 ///   [`SingleWithPort`](ForwardingHeader::SingleWithPort).
@@ -113,8 +113,8 @@ pub struct ClientIp {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnUnreadable {
-    /// The proxy that wrote the value: the entry to its right, or the peer if there is none. All clients of that proxy share one quota
-    /// meanwhile.
+    /// The proxy that wrote the value: the entry to its right, or the peer if there is none. All such requests from that proxy share one
+    /// quota.
     #[default]
     Proxy,
     /// The request has no key. By default a layer responds with 400: see `OnMissingKey`.

@@ -184,7 +184,7 @@ fn string(text: &str) -> String {
 /// The largest integer of structured fields.
 const MAX_INTEGER: u64 = 999_999_999_999_999;
 
-/// Units as a header field shows them: larger numbers are not valid there.
+/// Limits units to the largest number that is valid in a header field.
 fn units(units: u64) -> u64 {
     units.min(MAX_INTEGER)
 }
@@ -259,7 +259,7 @@ pub(super) struct Triple {
 impl Tightest {
     fn of(decision: &Decision) -> Option<Self> {
         let reset = decision.reset_after();
-        // The tightest limit is one of the violated ones, if there are any. See `LimitStatus::seconds_until_more`.
+        // No reset after `Retry-After`: see `LimitStatus::seconds_until_more`. If a limit is violated, so is the tightest one.
         let reset = match decision.outcome() {
             Outcome::Limited => decision.retry_after().map_or(reset, |wait| wait.min(reset)),
             _ => reset,

@@ -187,7 +187,7 @@ fn warn_of_proxy(peer: &SocketAddr, headers: &HeaderMap) {
     }
 }
 
-/// The missing extension, for [`missing_key::record`].
+/// What a request without a peer address lacks, for [`missing_key::record`].
 pub(super) const NO_PEER: &str = "its extensions hold neither a `PeerAddr` nor, with the feature `axum`, a `ConnectInfo<SocketAddr>`; serve \
                                   with `into_make_service_with_connect_info::<SocketAddr>()`";
 

@@ -105,7 +105,7 @@
 //! | on the deny list | 403 | `about:blank` | `RateLimit-Policy` |
 //! | no key ([`OnMissingKey::Reject`](crate::OnMissingKey::Reject)) | 400 | `about:blank`; in debug builds `detail` names the extension that the server has not set | `RateLimit-Policy` |
 //! | store failed ([`RateLimitFallback::Deny`](crate::RateLimitFallback::Deny)) | 503 | [`#temporary-reduced-capacity`] | `Retry-After: 1`, `RateLimit-Policy` |
-//! | no decision, but passed | status of the inner service | | `RateLimit-Policy` |
+//! | passed without a decision | status of the inner service | | `RateLimit-Policy` |
 //!
 //! The body of a rejection is a problem document (RFC 9457) with `type`, `title`, `status` and `detail`. The registered types also have
 //! `violated-policies`, the names of the violated limits, which may be empty.
@@ -157,14 +157,14 @@
 //! | parameter | meaning | omitted |
 //! | --- | --- | --- |
 //! | `q` | [the maximum number of units at once](crate::rate_limit::Limit::capacity) | |
-//! | `w` | [the seconds](crate::rate_limit::Limit::period) in which all units become available again | unless whole seconds |
+//! | `w` | [the seconds](crate::rate_limit::Limit::period) in which all units become available again | if not a whole number of seconds |
 //! | `r` | the remaining units | |
 //! | `t` | the seconds until more units become available, rounded up | if all units are available |
 //! | `pk` | [a keyed digest](crate::HttpResponder::partition_secret) of the key | unless you set a secret |
 //!
 //! `Retry-After` (RFC 9110) is rounded up and never 0. It is the time until *all* limits have room for a request of this cost. So it is
-//! never earlier than the `t` of a violated limit, which may get some units before it has enough. The `t` of a limit that has room may be
-//! later, and does not matter for the retry.
+//! never earlier than the `t` of a violated limit: `t` is the time until the first units, and the request may need more. The `t` of a limit
+//! that has room may be later, and does not matter for the retry.
 //!
 //! | [`HeaderVersion`](crate::responder::HeaderVersion) | fields for two limits |
 //! | --- | --- |

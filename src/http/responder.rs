@@ -87,7 +87,7 @@ pub(crate) fn insert_decision(decision: &Decision, extensions: &mut Extensions) 
     }
 }
 
-/// The rejection and the annotations of a layer for a request with this key. The handler may have had effects, so the response is not
+/// The response of a layer to a rejected request with this key. The handler may have had effects, so the response is not marked as
 /// [`NotExecuted`].
 pub(crate) fn respond_to<R>(responder: &R, limited: &RateLimited, key: &Key) -> Response<ResponseBody>
 where
@@ -123,8 +123,8 @@ impl HttpResponder {
 
     /// Writes the rate-limit header fields, for your own [`Responder`].
     ///
-    /// Lists are extended. A field with one value keeps the value of the tightest limit. For a response that may have the fields of an
-    /// [upstream](Self::upstream_fields), call
+    /// Appends to fields that are lists. A field with one value keeps the value of the tightest limit. For a response that may have the fields
+    /// of an [upstream](Self::upstream_fields), call
     /// [`annotate`](crate::rate_limit::AnnotateResponse::annotate) instead.
     pub fn write_headers(&self, info: &LimitInfo<'_>, headers: &mut HeaderMap) {
         write_fields(&self.fields, info, headers);

@@ -59,7 +59,7 @@ pub(crate) fn annotate<B>(fields: &HeaderConfig, info: &LimitInfo<'_>, response:
 }
 
 /// Whether this is a field of any draft, or an older one such as `X-RateLimit-Used` or `X-Rate-Limit-Limit`.
-fn is_rate_limit_field(name: &HeaderName) -> bool {
+pub(super) fn is_rate_limit_field(name: &HeaderName) -> bool {
     let name = name.as_str();
     // Most names fail the first checks.
     name.starts_with("ratelimit")

@@ -37,7 +37,7 @@ pub(crate) struct Attempt<P: HasBodyFingerprint + 'static> {
     on_drop: DropAction,
     is_in_work: AtomicBool,
     is_responding: AtomicBool,
-    // Whether the log already has a line about its unknown outcome.
+    // Whether the log already says that the outcome of this attempt is unknown.
     is_reported: AtomicBool,
 }
 
@@ -46,9 +46,9 @@ pub(crate) struct Attempt<P: HasBodyFingerprint + 'static> {
 enum DropAction {
     /// Release it. The claim may not have been granted.
     ReleaseClaim,
-    /// Like `LetExpire`, but release it if its own code panics.
+    /// Like `LetExpire`, but release the attempt if a panic in [`run_work`](Attempt::run_work) drops it.
     ReleaseOnPanic,
-    /// Release it. It had no effects that the next attempt does not know.
+    /// Release it. Its handler was not started, or its request body differs from that of the previous attempt.
     Release,
     /// Let its lease expire, because its effects are not known.
     LetExpire,
@@ -71,7 +71,7 @@ impl<P: HasBodyFingerprint + 'static> Attempt<P> {
         }
         let begun = begun?;
         if matches!(begun, Begun::Granted { .. }) && attempt.is_lost() {
-            // Another attempt may have started by now, and this one has not.
+            // Another attempt may have started by now. The work of this attempt has not.
             return Err(StoreError::timeout());
         }
         Ok(attempt.claim_result(begun))
@@ -116,7 +116,7 @@ impl<P: HasBodyFingerprint + 'static> Attempt<P> {
         self.context.sent()
     }
 
-    /// Releases the attempt if a panic of its own code drops it. Such a panic is a failure like any other.
+    /// Releases the attempt if a panic in [`run_work`](Self::run_work) drops it.
     pub(crate) fn release_on_panic(mut self) -> Self {
         self.on_drop = DropAction::ReleaseOnPanic;
         self
@@ -127,7 +127,7 @@ impl<P: HasBodyFingerprint + 'static> Attempt<P> {
         self.on_drop = DropAction::Release;
     }
 
-    /// Runs code of the attempt. Only a panic inside of `work` counts as a panic of the attempt.
+    /// Runs a handler, or the work of the user. Only a panic inside of `work` counts as a panic of the attempt.
     pub(crate) fn run_work<T>(&self, work: impl FnOnce() -> T) -> T {
         self.is_in_work.store(true, Ordering::Relaxed);
         let done = work();
@@ -156,8 +156,8 @@ impl<P: HasBodyFingerprint + 'static> Attempt<P> {
         async move { context.renew_until_lost().await }
     }
 
-    /// Stores the result of the operation; `None` if that needs no waiting. If the store fails, a background task retries for the
-    /// length of a lease. The client gets its response in any case.
+    /// Stores the result of the operation. Returns a future only if the store does not reply at once. If the store fails, a background
+    /// task retries for the length of a lease. The client gets its response in any case.
     pub(crate) fn settle(mut self, settlement: Settlement) -> Option<impl Future<Output = ()> + Send + use<P>> {
         if let Some(settled) = self.context.settle_now(&settlement) {
             self.on_drop = DropAction::Settled;

@@ -12,16 +12,16 @@ use super::has_body_fingerprint::HasBodyFingerprint;
 use super::metrics::AttemptOutcome;
 use crate::error::StoreError;
 
-/// How long after its release a claim may reach the store, if its caller did not wait for the reply.
-const LATE: Duration = Duration::from_secs(1);
+/// A claim without a reply may still reach the store after its release. So it is released again after this time.
+const SECOND_RELEASE_DELAY: Duration = Duration::from_secs(1);
 /// The first pause between background calls. It doubles with each call, up to a tenth of the lease.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 /// The maximum of the pause for any lease, so that results are stored soon after the store recovers.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// The minimum time for which background calls are repeated.
-const MIN_TIME: Duration = Duration::from_secs(1);
+const MIN_RETRY_TIME: Duration = Duration::from_secs(1);
 
-/// A background settlement. It is dropped before its end if there are too many or if there is no runtime.
+/// A background settlement. It is dropped unfinished if too many are running, if there is no runtime, or if the runtime shuts down.
 pub(super) struct BackgroundSettle<P: HasBodyFingerprint + 'static> {
     context: Arc<OperationContext<P>>,
     settlement: Settlement,
@@ -33,8 +33,8 @@ pub(super) struct BackgroundSettle<P: HasBodyFingerprint + 'static> {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum SettleTarget {
     Attempt,
-    /// A claim without a reply, so no handler was started. It is released twice, because it may reach the store after the first release.
-    /// The store remembers only the token of the last release.
+    /// A claim without a reply, so no handler was started. It may reach the store after its first release. By then, another release
+    /// may have replaced the token that the store remembers. So the claim is released again.
     Claim,
 }
 
@@ -53,7 +53,7 @@ impl<P: HasBodyFingerprint + 'static> BackgroundSettle<P> {
     }
 
     async fn run(mut self) {
-        let until = Instant::now() + self.context.lease().max(MIN_TIME);
+        let until = Instant::now() + self.context.lease().max(MIN_RETRY_TIME);
         match self.target {
             SettleTarget::Attempt => self.settle_attempt(until).await,
             SettleTarget::Claim => self.release_claim(until).await,
@@ -78,10 +78,10 @@ impl<P: HasBodyFingerprint + 'static> BackgroundSettle<P> {
 
     async fn release_claim(&self, until: Instant) {
         let Self { context, settlement, .. } = self;
-        // During a store outage, each request leaves such a task. They must not be probes.
+        // During a store outage, each claim without a reply spawns such a task. The calls of these tasks must not be probes.
         let mut settled = self.settle_until(until, || context.coordinator().circuit.admit_no_probe()).await;
         if settled.is_ok() {
-            sleep(LATE).await;
+            sleep(SECOND_RELEASE_DELAY).await;
             settled = context.settle(settlement).await;
         }
         if let Err(error) = settled {
@@ -89,8 +89,8 @@ impl<P: HasBodyFingerprint + 'static> BackgroundSettle<P> {
         }
     }
 
-    /// Repeats the store call until it succeeds or `until` has passed. The last call ignores `may_call`, because the store may have
-    /// recovered without a probe.
+    /// Repeats the store call until it succeeds or `until` has passed. `may_call` can prevent each call but the last. By then the
+    /// store may have recovered, although no probe has closed the circuit.
     async fn settle_until(
         &self,
         until: Instant,

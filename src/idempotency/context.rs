@@ -77,7 +77,7 @@ impl<P: ?Sized> OperationContext<P> {
         self.lease_end().is_some_and(|lease_end| Instant::now() >= lease_end)
     }
 
-    /// Resolves when another attempt may have started. Does not renew the lease: for work that continues while the result is being stored.
+    /// Resolves when another attempt may have started. Does not renew the lease. For work that continues while the result is stored.
     pub(crate) async fn until_lost(&self) {
         while let Some(lease_end) = self.lease_end() {
             if Instant::now() >= lease_end {
@@ -125,7 +125,7 @@ impl<P: ?Sized> OperationContext<P> {
         coordinator.record_result(
             coordinator
                 .store
-                .checkpoint(operation, claim, body_fingerprint, checkpoint, coordinator.options().limit)
+                .checkpoint(operation, claim, body_fingerprint, checkpoint, coordinator.options().deadline)
                 .await,
         )
     }
@@ -138,7 +138,7 @@ impl<P: HasBodyFingerprint + 'static> OperationContext<P> {
         Arc::new(Self { coordinator, operation, claim, sent, checkpoint, is_done, runtime, body })
     }
 
-    /// The same request with a new token, after a claim whose outcome is unknown.
+    /// A context for the same request with a new token. Use it after a claim whose outcome is unknown.
     pub(super) fn with_new_token(&self) -> Result<Arc<Self>, StoreError> {
         let claim = Claim { token: Token::random()?, ..self.claim };
         Ok(Self::new(&self.coordinator, self.operation, claim, self.body.restarted()))
@@ -148,13 +148,13 @@ impl<P: HasBodyFingerprint + 'static> OperationContext<P> {
     pub(super) async fn claim(&self) -> Result<Begun, StoreError> {
         let Self { coordinator, operation, claim, .. } = self;
         coordinator.circuit.admit()?;
-        coordinator.record_result(coordinator.store.begin(operation, claim, coordinator.options().limit).await)
+        coordinator.record_result(coordinator.store.begin(operation, claim, coordinator.options().deadline).await)
     }
 
     /// Like [`claim`](Self::claim), if the store replies without waiting. Otherwise returns `None` and has no effect.
     pub(super) fn claim_now(&self) -> Option<Result<Begun, StoreError>> {
         let Self { coordinator, operation, claim, .. } = self;
-        // A call that may not reach the store cannot be a probe.
+        // Not a probe, because `try_begin` may return without calling the store.
         coordinator.circuit.admit_no_probe().ok()?;
         Some(coordinator.record_result(coordinator.store.try_begin(operation, claim)?))
     }
@@ -203,7 +203,10 @@ impl<P: HasBodyFingerprint + 'static> OperationContext<P> {
             sleep_until(due).await;
             let sent = Instant::now();
             match coordinator.record_result(
-                coordinator.store.renew(operation, claim, &body.body_fingerprint(), coordinator.options().limit).await,
+                coordinator
+                    .store
+                    .renew(operation, claim, &body.body_fingerprint(), coordinator.options().deadline)
+                    .await,
             ) {
                 Ok(true) => return Some(sent),
                 Ok(false) => {
@@ -224,9 +227,9 @@ impl<P: HasBodyFingerprint + 'static> OperationContext<P> {
         let Self { coordinator, operation, claim, .. } = self;
         let settled = coordinator.record_result(match settlement {
             Settlement::Complete { completion, .. } => {
-                coordinator.store.complete(operation, &claim.token, completion, coordinator.options().limit).await
+                coordinator.store.complete(operation, &claim.token, completion, coordinator.options().deadline).await
             }
-            Settlement::Release => coordinator.store.release(operation, claim, coordinator.options().limit).await,
+            Settlement::Release => coordinator.store.release(operation, claim, coordinator.options().deadline).await,
         });
         self.record_completion(settlement, settled)
     }

@@ -23,7 +23,7 @@ use crate::store::shutdown::{ShutdownReport, ShutdownTarget, Work};
 /// The leases of further attempts expire.
 const MAX_BACKGROUND: usize = 4_096;
 /// The `retry_after` of a caller with too many running handlers: any of them may end soon.
-const RETRY_FULL: Duration = Duration::from_secs(1);
+const SCOPE_FULL_RETRY_AFTER: Duration = Duration::from_secs(1);
 
 /// The shared state of all attempts of a layer.
 pub(crate) struct Coordinator {
@@ -46,7 +46,7 @@ pub(crate) struct Coordinator {
 #[derive(Clone)]
 pub(crate) struct CoordinatorOptions {
     /// The deadline of a store call.
-    pub(crate) limit: Duration,
+    pub(crate) deadline: Duration,
     pub(crate) breaker: CircuitBreaker,
     /// The name of the layer in metrics and logs.
     pub(crate) name: Arc<str>,
@@ -54,8 +54,8 @@ pub(crate) struct CoordinatorOptions {
 
 impl Default for CoordinatorOptions {
     fn default() -> Self {
-        let (limit, breaker) = (DEFAULT_DEADLINE, CircuitBreaker::new());
-        Self { limit, breaker, name: "idempotency".into() }
+        let (deadline, breaker) = (DEFAULT_DEADLINE, CircuitBreaker::new());
+        Self { deadline, breaker, name: "idempotency".into() }
     }
 }
 
@@ -88,7 +88,7 @@ impl Coordinator {
         coordinator
     }
 
-    /// The same store with other settings.
+    /// A new coordinator with the same store and other settings. Its counts start at zero.
     pub(crate) fn with(&self, change: impl FnOnce(&mut CoordinatorOptions)) -> Arc<Self> {
         let mut options = self.options.clone();
         change(&mut options);
@@ -97,7 +97,7 @@ impl Coordinator {
 
     /// Rejects a deadline or a maximum runtime of zero. The memory backend replies immediately, so tests on it would not reveal this error.
     pub(crate) fn check_times(&self, max_runtime: Option<Duration>) -> Result<(), ConfigError> {
-        let times = [("deadline", Some(self.options.limit)), ("max_runtime", max_runtime)];
+        let times = [("deadline", Some(self.options.deadline)), ("max_runtime", max_runtime)];
         let none = times.into_iter().find(|(_, time)| time.is_some_and(|time| time.is_zero()));
         none.map_or(Ok(()), |(setting, _)| Err(ConfigError::ZeroTimeout { setting }))
     }
@@ -121,16 +121,16 @@ impl Coordinator {
     }
 
     /// Counts a new attempt, unless the backend is shut down, or the maximum in total or for its scope is reached.
-    pub(crate) fn admit(self: &Arc<Self>, scope: &Key, max: MaxRunning) -> Result<Running, Rejection> {
-        // Before the total, so that a caller with too many requests gets 429 even if the process is full.
+    pub(crate) fn admit(self: &Arc<Self>, scope: &Key, max: MaxRunning) -> Result<CountGuard, Rejection> {
+        // The scope is checked before the total, so that a caller with too many requests gets 429 even if the process is full.
         let Some(entered) = self.running_per_scope.enter(scope, max.per_scope) else {
-            let (bound, retry_after) = (ScopeBound::Running, RETRY_FULL);
+            let (bound, retry_after) = (ScopeBound::Running, SCOPE_FULL_RETRY_AFTER);
             return Err(Rejection::ScopeFull { bound, retry_after });
         };
-        match Running::new(self, |coordinator| &coordinator.running, max.in_total) {
+        match CountGuard::new(self, |coordinator| &coordinator.running, max.in_total) {
             Some(mut running) => {
                 running.scope = Some((|coordinator| &coordinator.running_per_scope, entered));
-                // Checked after the attempt is counted, so that either a concurrent shutdown sees the attempt, or this sees the shutdown.
+                // Checked after the attempt is counted. Either a concurrent shutdown sees the attempt, or this call sees the shutdown.
                 if self.is_closed.load(Ordering::SeqCst) {
                     return Err(StoreError::unavailable("the backend is shut down").into());
                 }
@@ -143,14 +143,14 @@ impl Coordinator {
         }
     }
 
-    /// Counts a new waiter, unless `max` requests wait, or half as many of its scope.
-    pub(super) fn register_waiter(self: &Arc<Self>, scope: Option<&Key>, max: usize) -> Option<Running> {
+    /// Counts a new waiter, unless `max` requests wait already, or `max / 2` (rounded up) with the same scope.
+    pub(super) fn register_waiter(self: &Arc<Self>, scope: Option<&Key>, max: usize) -> Option<CountGuard> {
         let waiting_per_scope: ScopeCounts = |coordinator| &coordinator.waiting_per_scope;
         let entered = match scope {
             Some(scope) => Some((waiting_per_scope, self.waiting_per_scope.enter(scope, max.div_ceil(2))?)),
             None => None,
         };
-        match Running::new(self, |coordinator| &coordinator.waiting, max) {
+        match CountGuard::new(self, |coordinator| &coordinator.waiting, max) {
             Some(mut waiting) => {
                 waiting.scope = entered;
                 Some(waiting)
@@ -163,8 +163,8 @@ impl Coordinator {
     }
 
     /// Counts a new background task, unless there are too many.
-    pub(super) fn admit_background(self: &Arc<Self>) -> Option<Running> {
-        Running::new(self, |coordinator| &coordinator.background, MAX_BACKGROUND)
+    pub(super) fn admit_background(self: &Arc<Self>) -> Option<CountGuard> {
+        CountGuard::new(self, |coordinator| &coordinator.background, MAX_BACKGROUND)
     }
 
     /// The number of running attempts and background tasks.
@@ -213,15 +213,15 @@ pub(crate) struct MaxRunning {
 /// Selects the counts by scope of one kind of work.
 type ScopeCounts = fn(&Coordinator) -> &PerScope;
 
-/// Counts a running piece of work until it is dropped.
-pub(crate) struct Running {
+/// Counts a running attempt, a waiter or a background task until this value is dropped.
+pub(crate) struct CountGuard {
     coordinator: Arc<Coordinator>,
     count: fn(&Coordinator) -> &AtomicUsize,
-    // The counts of its scope, and the hash of the scope.
+    // Which `PerScope` counts the work too, and the hash of the scope there.
     scope: Option<(ScopeCounts, u64)>,
 }
 
-impl Running {
+impl CountGuard {
     fn new(coordinator: &Arc<Coordinator>, count: fn(&Coordinator) -> &AtomicUsize, max: usize) -> Option<Self> {
         // Never exceed the maximum, not even for a moment. Otherwise the last work that ends might not see that it is the last.
         let add = |running| (running < max).then_some(running + 1);
@@ -230,7 +230,7 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for CountGuard {
     fn drop(&mut self) {
         if let Some((per_scope, hash)) = self.scope.take() {
             per_scope(&self.coordinator).leave(hash);
@@ -248,13 +248,13 @@ mod tests {
     use super::*;
     use crate::MemoryBackend;
 
-    /// Regression: `wait_idle` never returned. The last handler ended while a rejected one was counted, so it was not the last.
+    /// Regression: `wait_idle` never returned. While the last handler ended, a rejected one was counted, so the count was not 1.
     #[test]
     fn rejected_work_is_never_counted() {
         let coordinator = Coordinator::new(MemoryBackend::new());
         thread::scope(|scope| {
             let rejected = scope.spawn(|| {
-                (0..3_000_000).all(|_| Running::new(&coordinator, |coordinator| &coordinator.running, 0).is_none())
+                (0..3_000_000).all(|_| CountGuard::new(&coordinator, |coordinator| &coordinator.running, 0).is_none())
             });
             while !rejected.is_finished() {
                 assert_eq!(coordinator.running.load(Ordering::Acquire), 0);

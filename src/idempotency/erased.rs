@@ -15,14 +15,14 @@ type Call<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + '
 
 /// A store of any type. Each call with a `limit` ends after this time at the latest.
 pub(super) trait DynStore: Send + Sync {
-    fn begin<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, limit: Duration) -> Call<'a, Begun>;
+    fn begin<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, deadline: Duration) -> Call<'a, Begun>;
     fn try_begin(&self, operation: &Operation, claim: &Claim) -> Option<Result<Begun, StoreError>>;
     fn renew<'a>(
         &'a self,
         operation: &'a Operation,
         claim: &'a Claim,
         body_fingerprint: &'a BodyFingerprint,
-        limit: Duration,
+        deadline: Duration,
     ) -> Call<'a, bool>;
     fn checkpoint<'a>(
         &'a self,
@@ -30,14 +30,14 @@ pub(super) trait DynStore: Send + Sync {
         claim: &'a Claim,
         body_fingerprint: &'a BodyFingerprint,
         checkpoint: &'a Checkpoint,
-        limit: Duration,
+        deadline: Duration,
     ) -> Call<'a, bool>;
     fn complete<'a>(
         &'a self,
         operation: &'a Operation,
         token: &'a Token,
         completion: &'a Completion,
-        limit: Duration,
+        deadline: Duration,
     ) -> Call<'a, bool>;
     fn complete_now(
         &self,
@@ -45,15 +45,15 @@ pub(super) trait DynStore: Send + Sync {
         token: &Token,
         completion: &Completion,
     ) -> Option<Result<bool, StoreError>>;
-    fn release<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, limit: Duration) -> Call<'a, bool>;
+    fn release<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, deadline: Duration) -> Call<'a, bool>;
     fn watch<'a>(&'a self, operation: &'a Operation) -> Pin<Box<dyn Future<Output = Notifications> + Send + 'a>>;
     fn reach(&self) -> Reach;
     fn add_to_shutdown(&self, target: &ShutdownTarget);
 }
 
 impl<S: IdempotencyStore + Send + Sync> DynStore for S {
-    fn begin<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, limit: Duration) -> Call<'a, Begun> {
-        Box::pin(Deadline::new(IdempotencyStore::begin(self, operation, claim), limit))
+    fn begin<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, deadline: Duration) -> Call<'a, Begun> {
+        Box::pin(Deadline::new(IdempotencyStore::begin(self, operation, claim), deadline))
     }
 
     fn try_begin(&self, operation: &Operation, claim: &Claim) -> Option<Result<Begun, StoreError>> {
@@ -65,9 +65,9 @@ impl<S: IdempotencyStore + Send + Sync> DynStore for S {
         operation: &'a Operation,
         claim: &'a Claim,
         body_fingerprint: &'a BodyFingerprint,
-        limit: Duration,
+        deadline: Duration,
     ) -> Call<'a, bool> {
-        Box::pin(Deadline::new(IdempotencyStore::renew(self, operation, claim, body_fingerprint), limit))
+        Box::pin(Deadline::new(IdempotencyStore::renew(self, operation, claim, body_fingerprint), deadline))
     }
 
     fn checkpoint<'a>(
@@ -76,11 +76,11 @@ impl<S: IdempotencyStore + Send + Sync> DynStore for S {
         claim: &'a Claim,
         body_fingerprint: &'a BodyFingerprint,
         checkpoint: &'a Checkpoint,
-        limit: Duration,
+        deadline: Duration,
     ) -> Call<'a, bool> {
         Box::pin(Deadline::new(
             IdempotencyStore::checkpoint(self, operation, claim, body_fingerprint, checkpoint),
-            limit,
+            deadline,
         ))
     }
 
@@ -89,9 +89,9 @@ impl<S: IdempotencyStore + Send + Sync> DynStore for S {
         operation: &'a Operation,
         token: &'a Token,
         completion: &'a Completion,
-        limit: Duration,
+        deadline: Duration,
     ) -> Call<'a, bool> {
-        Box::pin(Deadline::new(IdempotencyStore::complete(self, operation, token, completion), limit))
+        Box::pin(Deadline::new(IdempotencyStore::complete(self, operation, token, completion), deadline))
     }
 
     fn complete_now(
@@ -103,8 +103,8 @@ impl<S: IdempotencyStore + Send + Sync> DynStore for S {
         IdempotencyStore::complete_now(self, operation, token, completion)
     }
 
-    fn release<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, limit: Duration) -> Call<'a, bool> {
-        Box::pin(Deadline::new(IdempotencyStore::release(self, operation, claim), limit))
+    fn release<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, deadline: Duration) -> Call<'a, bool> {
+        Box::pin(Deadline::new(IdempotencyStore::release(self, operation, claim), deadline))
     }
 
     fn watch<'a>(&'a self, operation: &'a Operation) -> Pin<Box<dyn Future<Output = Notifications> + Send + 'a>> {

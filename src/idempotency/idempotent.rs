@@ -26,8 +26,8 @@ use crate::store::token::Token;
 
 /// Executes operations that are not HTTP requests, each of them once: messages of a broker, jobs, commands.
 ///
-/// An [`Operation`] names the work, and a fingerprint tells other work under the same name apart. The response is bytes, which
-/// are stored and returned for each repeat.
+/// An [`Operation`] identifies the work. A fingerprint of its input detects other work under the same `Operation`. The response is
+/// bytes, which are stored and returned for each repeat.
 ///
 /// ```
 /// use tollgate::idempotency::{Operation, OperationError, Idempotent};
@@ -77,11 +77,11 @@ use crate::store::token::Token;
 /// ```
 ///
 /// Cheap to clone. Its guarantees, its [metrics](super#metrics) and the role of [`IdempotencyAdmin`](super::IdempotencyAdmin)
-/// for unknown outcomes are those of the layer.
+/// for unknown outcomes are those of the idempotency layer.
 ///
 /// The name precedes the scope of an operation in the store and in the log: `Operation::new("alice", "payout-7")` is
 /// `Operation::new(("payouts", "alice"), "payout-7")` for [`IdempotencyAdmin`](super::IdempotencyAdmin). So operations of other names
-/// differ. The requests of a layer differ, too, unless the scope of the operation ends with a method and a path.
+/// never collide. A request of a layer collides with an operation only if the scope of the operation ends with a method and a path.
 #[derive(Clone)]
 pub struct Idempotent {
     coordinator: Arc<Coordinator>,
@@ -128,16 +128,15 @@ impl Idempotent {
         &self.name
     }
 
-    /// How long a process may be silent before the outcome of its work is unknown. Defaults to 15 s, renewed after a third of
-    /// that. From [`Claim::MIN_LEASE`] to [`Claim::MAX_LEASE`]; other values are cut.
+    /// The length of the lease. If a process does not renew it in time, the outcome of its work is unknown. Defaults to 15 s, renewed
+    /// after a third of that. Clamped to [`Claim::MIN_LEASE`] and [`Claim::MAX_LEASE`].
     #[must_use]
     pub fn lease(mut self, lease: Duration) -> Self {
         self.lease = lease.clamp(Claim::MIN_LEASE, Claim::MAX_LEASE);
         self
     }
 
-    /// How long a response is stored. Defaults to a day. From [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`]; other values
-    /// are cut.
+    /// How long a response is stored. Defaults to a day. Clamped to [`Claim::MIN_RETENTION`] and [`Claim::MAX_RETENTION`].
     #[must_use]
     pub fn retention(mut self, retention: Duration) -> Self {
         self.retention = retention.clamp(Claim::MIN_RETENTION, Claim::MAX_RETENTION);
@@ -155,7 +154,7 @@ impl Idempotent {
         self
     }
 
-    /// How many calls may [wait](Self::wait) at a time, over all clones. Defaults to 1,000. One more does not wait.
+    /// How many calls may [wait](Self::wait) at a time, over all clones. Defaults to 1,000. A further call does not wait.
     #[must_use]
     pub const fn max_waiters_in_total(mut self, calls: usize) -> Self {
         self.max_waiting = calls;
@@ -182,15 +181,15 @@ impl Idempotent {
     /// With [`SafeRetry`](ResponsePolicy::SafeRetry) and [`Success`](ResponsePolicy::Success) it is released, and the next call executes it
     /// again. Effects before the failure are repeated then, also if the error is the timeout of another service. With
     /// [`All`](ResponsePolicy::All) its outcome is unknown when its lease ends. So nothing is repeated, and each failure waits for an
-    /// [operator](super::IdempotencyAdmin), unless [`OnUnknown::Retry`] lets the next call execute it. An error that knows more
-    /// can say so, for instance that of a lost lock: see [`Failed`]. A panic cannot.
+    /// [operator](super::IdempotencyAdmin), unless [`OnUnknown::Retry`] lets the next call execute it. A [`Failed`] error or
+    /// the error of a lost lock overrides this policy. A panic cannot.
     #[must_use]
     pub const fn response_policy(mut self, policy: ResponsePolicy) -> Self {
         self.policy = policy;
         self
     }
 
-    /// What to do with an operation whose attempt did not report in time. Defaults to [`OnUnknown::Reject`].
+    /// What to do with an operation whose outcome is unknown. Defaults to [`OnUnknown::Reject`].
     #[must_use]
     pub const fn on_unknown(mut self, then: OnUnknown) -> Self {
         self.on_unknown = then;
@@ -200,7 +199,7 @@ impl Idempotent {
     /// The longest duration of a store call. Defaults to 100 ms. Zero is an [`OperationError::Config`].
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
-        self.coordinator = self.coordinator.with(|options| options.limit = deadline);
+        self.coordinator = self.coordinator.with(|options| options.deadline = deadline);
         self
     }
 
@@ -249,9 +248,9 @@ impl Idempotent {
     {
         self.coordinator.check_times(self.max_runtime).map_err(OperationError::Config)?;
         let operation = Operation::new((self.name, *operation.scope()), *operation.key());
-        let head = digest(&operation, fingerprint.as_ref());
+        let fingerprint_digest = digest(&operation, fingerprint.as_ref());
         drop(fingerprint);
-        let granted = match self.begin(operation, head).await {
+        let granted = match self.begin(operation, fingerprint_digest).await {
             Ok(ClaimResult::Granted(granted)) => granted,
             Ok(ClaimResult::NotGranted(begun)) => return self.not_executed(begun),
             Err(error) => {
@@ -304,10 +303,10 @@ impl Idempotent {
         self.coordinator.wait_idle().await;
     }
 
-    async fn begin(&self, operation: Operation, head: Digest) -> Result<ClaimResult<NoBody>, StoreError> {
+    async fn begin(&self, operation: Operation, fingerprint_digest: Digest) -> Result<ClaimResult<NoBody>, StoreError> {
         let Self { lease, retention, .. } = *self;
         let takes_over = self.on_unknown == OnUnknown::Retry;
-        let claim = Claim { takes_over, ..Claim::new(Token::random()?, head, lease, retention) };
+        let claim = Claim { takes_over, ..Claim::new(Token::random()?, fingerprint_digest, lease, retention) };
         let context = OperationContext::new(&self.coordinator, operation, claim, NoBody);
         context.begin_or_wait(Attempt::try_begin(&context), self.wait, self.max_waiting).await
     }
@@ -351,7 +350,7 @@ impl fmt::Debug for Idempotent {
     }
 }
 
-/// A function has no request body: its input is known before the start.
+/// `Idempotent` has no request body. The fingerprint of the input is known before the work starts.
 struct NoBody;
 
 impl HasBodyFingerprint for NoBody {
@@ -368,7 +367,7 @@ impl HasBodyFingerprint for NoBody {
     }
 }
 
-/// Runs `work` while no other attempt may start; `None` if it must stop.
+/// Runs `work`. Returns `None` if `until` has passed or another attempt may have started, so that `work` must stop.
 async fn run_under_lease<W: Future>(
     attempt: &Attempt<NoBody>,
     until: Option<Instant>,
@@ -394,10 +393,10 @@ async fn run_under_lease<W: Future>(
     result.await
 }
 
-/// The fingerprint of the input of an operation.
+/// The digest of an operation and of the fingerprint of its input.
 fn digest(operation: &Operation, fingerprint: &[u8]) -> Digest {
     let mut hash = Sha256::new();
-    // With their lengths, so that no two inputs look the same.
+    // Hash the length of each part, so that different parts never yield the same bytes.
     for part in [operation.scope().as_bytes(), operation.key().as_bytes(), fingerprint] {
         hash.update((part.len() as u64).to_le_bytes());
         hash.update(part);
@@ -407,7 +406,7 @@ fn digest(operation: &Operation, fingerprint: &[u8]) -> Digest {
     digest
 }
 
-/// A completed operation, by this call or an earlier one.
+/// The result of [`Idempotent::run`]. This call or an earlier one completed the operation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Done {
     // The stored form.
@@ -422,7 +421,7 @@ impl Done {
         read(&self.stored).unwrap_or_default()
     }
 
-    /// Whether an earlier call completed it.
+    /// Whether an earlier call completed the operation.
     #[must_use]
     pub const fn is_replay(&self) -> bool {
         self.is_replay

@@ -411,7 +411,7 @@ pub(crate) use self::attempt::{Attempt, ClaimResult, Granted};
 #[cfg(feature = "http")]
 pub(crate) use self::context::{OperationContext, Settlement};
 #[cfg(feature = "http")]
-pub(crate) use self::coordinator::{Coordinator, MaxRunning, Running};
+pub(crate) use self::coordinator::{Coordinator, CountGuard, MaxRunning};
 pub use crate::store::circuit::CircuitBreaker;
 pub use crate::store::cursor::Cursor;
 

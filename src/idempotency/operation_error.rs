@@ -17,12 +17,12 @@ pub enum OperationError {
     Mismatch,
     /// The operation is in flight.
     InFlight {
-        /// Until the lease of that attempt ends, unless it is renewed.
+        /// The time until the lease of the attempt in flight ends, unless the lease is renewed.
         remaining: Duration,
     },
     /// The operation was begun before, and its outcome is unknown.
     OutcomeUnknown {
-        /// Number of attempts.
+        /// The number of attempts so far.
         attempt: u32,
     },
     /// The operation was completed before, and its response was not stored: it was too large, or the store had no room. This does
@@ -86,13 +86,13 @@ impl Error for OperationError {
 /// An error of the work that says whether the work may have had effects. It overrides
 /// [`Idempotent::response_policy`](super::Idempotent::response_policy).
 ///
-/// It works as the error of the work, as a [source](Error::source) of that error at any depth, or behind a transparent wrapper as
+/// Return it as the error of the work, as a [source](Error::source) of that error at any depth, or behind a transparent wrapper as
 /// in `anyhow` and `#[error(transparent)]`. If there are several, the outermost one counts.
 ///
 /// The loss of a lock ([`LockError::Lost`](crate::LockError::Lost) or [`Lost`](crate::lock::Lost)) at any depth counts as
 /// [`outcome_unknown`](Self::outcome_unknown), because the work under the lock may have been dropped while it ran.
 ///
-/// A handler of a request uses its response instead: see `tollgate::responder::NotExecuted` and `OutcomeUnknown`.
+/// A handler behind a layer declares this in its response instead: see `tollgate::responder::NotExecuted` and `OutcomeUnknown`.
 ///
 /// ```
 /// use std::io;
@@ -114,11 +114,11 @@ impl Error for OperationError {
 /// ```
 #[derive(Debug)]
 pub struct Failed {
-    said: FailureSource,
+    inner: FailureSource,
 }
 
 /// The content of a [`Failed`](struct@Failed), as its source. A wrapper that passes on only the source of its error hides the
-/// `Failed`, but not this.
+/// `Failed`, but not this `FailureSource`.
 #[derive(Debug)]
 struct FailureSource {
     is_unknown: bool,
@@ -128,28 +128,28 @@ struct FailureSource {
 impl Failed {
     /// The work had no effects. The operation is released, and the next call executes it again.
     pub fn nothing_done(error: impl Into<BoxError>) -> Self {
-        Self { said: FailureSource { is_unknown: false, source: error.into() } }
+        Self { inner: FailureSource { is_unknown: false, source: error.into() } }
     }
 
     /// The work may have had effects, for instance if a request to another service timed out. The outcome is unknown when the
     /// lease has ended. The log has a line with `error` as its `cause`.
     pub fn outcome_unknown(error: impl Into<BoxError>) -> Self {
-        Self { said: FailureSource { is_unknown: true, source: error.into() } }
+        Self { inner: FailureSource { is_unknown: true, source: error.into() } }
     }
 
     /// Whether this error makes the outcome unknown; `None` if the error does not say.
     pub(super) fn is_unknown(error: &(dyn Error + 'static)) -> Option<bool> {
         causes(error).find_map(|cause| {
-            let failed = cause.downcast_ref::<Self>().map(|failed| &failed.said);
-            let said = failed.or_else(|| cause.downcast_ref()).map(|said| said.is_unknown);
-            said.or_else(|| cause.is::<PartialEffects>().then_some(true))
+            let failed = cause.downcast_ref::<Self>().map(|failed| &failed.inner);
+            let is_unknown = failed.or_else(|| cause.downcast_ref()).map(|source| source.is_unknown);
+            is_unknown.or_else(|| cause.is::<PartialEffects>().then_some(true))
         })
     }
 }
 
 impl fmt::Display for Failed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.said.is_unknown {
+        f.write_str(if self.inner.is_unknown {
             "the outcome of the operation is unknown"
         } else {
             "the operation had no effects"
@@ -159,7 +159,7 @@ impl fmt::Display for Failed {
 
 impl Error for Failed {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
-        Some(&self.said)
+        Some(&self.inner)
     }
 }
 
@@ -179,7 +179,7 @@ impl Error for FailureSource {
 /// The sources of an error, for the log, where the error itself is another field.
 pub(super) fn cause_of(error: &(dyn Error + 'static)) -> Option<String> {
     let sources = iter::successors(error.source(), |&error| error.source());
-    // The text of these adds nothing for a reader of the log.
+    // The text of these types adds nothing for a reader of the log.
     let sources = sources.filter(|cause| !(cause.is::<FailureSource>() || cause.is::<ContentionHint>()));
     sources.map(ToString::to_string).reduce(|causes, cause| format!("{causes}: {cause}"))
 }

@@ -61,7 +61,7 @@ pub enum Rejection {
 #[cfg(feature = "http")]
 impl Rejection {
     /// Whether a handler was dropped during its execution, so that the outcome is unknown.
-    pub(crate) const fn is_half_done(&self) -> bool {
+    pub(crate) const fn may_have_run(&self) -> bool {
         matches!(self, Self::TooLarge { has_begun: true } | Self::Cancelled)
     }
 }

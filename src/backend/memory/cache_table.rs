@@ -16,12 +16,12 @@ use crate::cache::store::{
 
 /// The number of shards. Threads wait for each other only if they use keys of the same shard.
 const SHARDS: usize = 16;
-/// The bytes of all values in a shard are limited to its capacity in entries, times this number.
+/// A shard holds at most this many bytes of values for each entry of its capacity.
 const VALUE_BYTES_PER_ENTRY: usize = 1_024;
 /// The number of entries that a full shard compares to evict one.
 const SAMPLE: usize = 8;
 
-/// The entries of this process. Without room for a new one, it evicts entries that expire soon.
+/// The entries of this process. If there is no room for a new entry, the table evicts entries that expire soon.
 pub(super) struct CacheTable {
     hasher: RandomState,
     shards: [Mutex<Shard>; SHARDS],
@@ -40,9 +40,9 @@ struct Shard {
 
 struct Stored {
     id: Token,
-    // `None` if the origin has none.
+    // `None` if the origin has no value for the key.
     value: Option<Bytes>,
-    stored: Instant,
+    stored_at: Instant,
     fresh_until: Instant,
     expires: Instant,
     load_time: Duration,
@@ -55,7 +55,7 @@ struct Generation {
     expires: Instant,
 }
 
-/// The lease of a load, or its mark.
+/// The lease of a load, or the mark that a load left.
 struct Lease {
     state: LeaseState,
     ends: Instant,
@@ -103,7 +103,7 @@ impl CacheTable {
         self.shard(key).entry(key, now).map(|stored| Entry {
             id: EntryId::from(&stored.id),
             content: stored.value.clone().map_or(Content::Absent, Content::Value),
-            age: now - stored.stored,
+            age: now - stored.stored_at,
             fresh_for: stored.fresh_until.saturating_duration_since(now),
             expires_in: stored.expires - now,
             load_time: stored.load_time,
@@ -150,7 +150,7 @@ impl CacheTable {
             shard.store(key, token, entry, now);
             return true;
         }
-        // A repeated call.
+        // A repeated call succeeds if its entry is still stored.
         shard.entry(key, now).is_some_and(|stored| stored.id == *token)
     }
 
@@ -208,7 +208,7 @@ impl CacheTable {
         if tags.len() >= capacity && !tags.contains_key(tag) {
             tags.retain(|_, generation| now < generation.expires);
             if tags.len() >= capacity {
-                // Entries with any tag are then loaded again.
+                // Each entry with a tag of this shard is then loaded again.
                 tags.clear();
             }
         }
@@ -272,7 +272,7 @@ impl Shard {
         let stored = Stored {
             id: *token,
             value: value.clone(),
-            stored: now,
+            stored_at: now,
             fresh_until: now + fresh_for,
             expires: now + ttl,
             load_time,
@@ -308,7 +308,7 @@ impl Shard {
     }
 }
 
-/// Removes the channel of a waiter that has gone.
+/// Removes the channel of a key after its last waiter was dropped.
 struct Watcher {
     table: Arc<CacheTable>,
     key: CacheKey,

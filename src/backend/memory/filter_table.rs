@@ -66,7 +66,7 @@ impl FilterTable {
         Some(blocks.iter().map(to_bytes).collect())
     }
 
-    /// Allocates the whole version in one call. The operating system backs pages of zeros when they are written.
+    /// Allocates the whole version in one call. That is fast, because the operating system provides a page of zeros at its first write.
     pub(super) fn allocate(&self, filter: &Key, version: &Token, layout: &Layout) -> Result<bool, StoreError> {
         let (mut filters, now) = (self.write(), Instant::now());
         let expires = now + BUILD_TTL;
@@ -107,8 +107,8 @@ impl FilterTable {
         let (mut filters, now) = (self.write(), Instant::now());
         let found = filters.ids.get(filter).copied().unwrap_or_default();
         if found == VersionIds::default() {
-            // Memory does not lose the ids of a version in use. So no process still uses a version, and callers need not wait before they
-            // go on.
+            // Unlike Redis, this table never loses the ids of a version in use. Without ids, no version is in use, so callers need not
+            // wait.
             return Added::Missing { missing_for: Duration::MAX };
         }
         if found != *seen {

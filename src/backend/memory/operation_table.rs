@@ -22,33 +22,33 @@ use crate::key::Key;
 
 /// The number of shards. Threads wait for each other only if they use operations of the same shard.
 const SHARDS: usize = 16;
-/// Room for responses per record, in bytes on average.
+/// Capacity for responses and checkpoints, in bytes per record on average.
 const BYTES_PER_RECORD: usize = 1_024;
 /// How long a released operation is remembered, as in Redis.
 const RELEASED_TTL: Duration = Duration::from_secs(600);
-/// The retry time of a caller with too many records. The table does not know when the first of them ends.
+/// The `retry_after` of a scope with too many records. The table does not know when the first record of the scope expires.
 const RETRY_FULL: Duration = Duration::from_secs(60);
 /// The size of a new record.
 const RECORD: Amount = Amount { records: 1, bytes: 0 };
-/// Number of expired records that each new one removes.
+/// The maximum number of due records that one sweep checks, and removes if they have expired.
 const SWEEP: usize = 4;
 
-/// The operations of one memory backend and its clones. None is removed before its time: without room, no operation can begin.
+/// The operations of one memory backend and its clones. No record is removed before it expires: if the table is full, `begin` fails.
 pub(super) struct OperationTable {
     hasher: RandomState,
     shards: [Mutex<Shard>; SHARDS],
     fence: AtomicU64,
-    // Records, and bytes of responses and checkpoints, for each caller.
+    // Records, and bytes of responses and checkpoints, for each owner.
     shares: Shares,
 }
 
 #[derive(Default)]
 struct Shard {
-    // Without a hasher: the keyed hash that selects the shard is used as it is.
+    // Has no hasher: each call passes the keyed hash that also selects the shard.
     // Boxed, so that a growing table moves no records.
     records: IndexMap<Box<Entry>, (), ()>,
-    // When to check whether a record has expired, at the latest at its end: one entry for each record, with the hash of its
-    // operation.
+    // One entry for each record: when to check whether it has expired, and the hash of its operation. The check is never later than
+    // the end of the record.
     due: BTreeMap<DueEntry, u64>,
     next: u64,
     // Notifies waiters.
@@ -60,7 +60,7 @@ struct Entry {
     operation: Operation,
     // Unique within the shard. Entries of `due` hold this number instead of the operation, which is large.
     number: u64,
-    // The hash of the scope that it counts for.
+    // The hash of the scope that the record counts for.
     owner: u64,
     record: Record,
 }
@@ -83,10 +83,10 @@ struct Record {
     fence: u64,
     attempt: u32,
     checkpoint: Option<Arc<Checkpoint>>,
-    // It has a checkpoint or was taken over, so it may have had effects. After a release it stays bound to its request.
+    // The operation has a checkpoint or was taken over, so it may have had effects. After a release, only the same request may begin it.
     is_bound: bool,
     expires: Instant,
-    // When it is checked next.
+    // When to check next whether the record has expired.
     due: Instant,
 }
 
@@ -103,7 +103,7 @@ impl Entry {
 }
 
 impl Record {
-    /// A record that any request may begin, but not with this token.
+    /// The record of a released or forgotten operation. Any attempt may begin it, except one with `token`, whose `begin` arrives late.
     fn free(token: Token, now: Instant) -> Self {
         Self {
             state: State::Free,
@@ -119,7 +119,7 @@ impl Record {
         }
     }
 
-    /// It still exists at the instant of its end, as in Redis.
+    /// A record still exists at the instant `expires`, as in Redis.
     fn is_live(&self, now: Instant) -> bool {
         now <= self.expires
     }
@@ -170,7 +170,7 @@ impl Record {
 
 impl OperationTable {
     pub(super) fn new(capacity: usize) -> Self {
-        // A restarted program grants larger fences.
+        // Fences begin at the current time, so a restarted program grants larger ones.
         let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Self {
             hasher: RandomState::new(),
@@ -185,14 +185,14 @@ impl OperationTable {
         self.shares.records()
     }
 
-    /// The hashed scope that the record of a claim counts for, and its bound.
+    /// The hash of the scope that the record of a claim counts for, and the maximum number of records of that scope.
     fn owner(&self, operation: &Operation, claim: &Claim) -> (u64, usize) {
         let bound = claim.bound.as_ref();
         let (scope, max) = bound.map_or((operation.scope(), u64::MAX), |bound| (&bound.scope, bound.max));
         (self.hasher.hash_one(scope.as_hashed()), usize::try_from(max).unwrap_or(usize::MAX))
     }
 
-    /// No code panics in the middle of a change, so a poisoned shard is intact.
+    /// Locks the shard of an operation. No code panics in the middle of a change, so a poisoned shard is intact.
     fn shard<'a>(&self, operation: &'a Operation) -> (MutexGuard<'_, Shard>, HashedOperation<'a>) {
         let hash = self.hasher.hash_one(operation);
         // The lower half selects the entry within the shard.
@@ -211,7 +211,7 @@ impl OperationTable {
         }
     }
 
-    /// Runs a function, and again if there was no room and expired records were removed.
+    /// Runs `change`. While it finds no room, removes expired records and runs it again.
     fn retry_after_sweep<T>(&self, change: impl Fn() -> Result<T, NoRoom>) -> Result<T, NoRoom> {
         loop {
             let change = change();
@@ -239,7 +239,7 @@ impl OperationTable {
                 State::Free if record.token == claim.token => {
                     return Ok(Begun::InFlight { remaining: Duration::from_millis(1), body_fingerprint });
                 }
-                // The attempt had no effects.
+                // The released attempt had no effects, so any request may begin.
                 State::Free if !record.is_bound => {}
                 _ if record.head != claim.head => return Ok(Begun::Mismatch),
                 State::Free => {}
@@ -283,8 +283,8 @@ impl OperationTable {
             checkpoint,
             is_bound,
             expires: now + claim.lease + claim.retention,
-            // It is usually completed by then, and expires soon after. If it is still live at the check, `sweep` checks it again at its
-            // end.
+            // The operation is usually completed before this check, and the record expires soon after it. If the record is still live
+            // at the check, `sweep` checks it again at its end.
             due: now + claim.retention,
         };
         let granted = record.granted();
@@ -292,8 +292,8 @@ impl OperationTable {
         Ok(granted)
     }
 
-    /// Writes a record, in the place of an existing one. Room for a new record is reserved already. It has no more bytes than
-    /// the previous one.
+    /// Writes a record, and replaces an existing one. The caller has reserved room for a new record. A replacement has no more
+    /// bytes than the previous record.
     fn put(&self, shard: &mut Shard, hashed: HashedOperation<'_>, owner: u64, record: Record) {
         let (due, bytes) = (record.due, record.bytes());
         let number = match shard.records.raw_entry_mut_v1().from_hash(hashed.hash, Entry::is(hashed.operation)) {
@@ -314,7 +314,7 @@ impl OperationTable {
         shard.due.insert((due, number), hashed.hash);
     }
 
-    /// Removes a few expired records. False if there are none to check.
+    /// Checks a few records that are due, and removes the expired ones. Returns false if no record is due.
     fn sweep(&self, shard: &mut Shard, now: Instant) -> bool {
         for round in 0..SWEEP {
             let Some(entry) = shard.due.first_entry().filter(|entry| entry.key().0 < now) else { return round > 0 };
@@ -323,7 +323,7 @@ impl OperationTable {
             let RawEntryMut::Occupied(mut entry) = named else { continue };
             let Entry { owner, record, .. } = &mut **entry.key_mut();
             if record.is_live(now) {
-                // Its end was extended since: check it again later.
+                // The record expires later than this check: check it again at its end.
                 record.due = record.expires;
                 shard.due.insert((record.due, number), hash);
             } else {
@@ -429,7 +429,7 @@ impl OperationTable {
         Ok(true)
     }
 
-    /// Stores a response in the place of the record's data.
+    /// Stores a response in the record, and removes the checkpoint.
     fn store_completion(
         &self,
         shard: &mut Shard,
@@ -473,7 +473,7 @@ impl OperationTable {
                 free.expires = free.expires.max(record.expires);
             }
         }
-        // Without room, do not store a record for a claim that never arrived.
+        // If there is no record, the `begin` of this claim may arrive later. A free record refuses it. Store it only if there is room.
         let (owner, max) = self.owner(operation, claim);
         match shard.entry(&hashed).map(|entry| entry.owner) {
             Some(owner) => self.put(&mut shard, hashed, owner, free),
@@ -495,7 +495,7 @@ impl OperationTable {
         let (mut shard, hashed) = self.shard(operation);
         let now = Instant::now();
         let Some(record) = shard.live(&hashed, now).filter(|record| record.fence == status.fence) else { return false };
-        // A free record without a token was forgotten before.
+        // A free record with `no_token` was forgotten before, so this call is a repetition.
         let is_forgotten = matches!(record.state, State::Free) && record.token == no_token();
         if !is_forgotten && !record.state(now).is_like(status.state) {
             return false;
@@ -529,7 +529,7 @@ impl OperationTable {
             return Ok(false);
         };
         if let State::Completed { response: existing, is_kept } = &record.state {
-            // A response of a handler cannot be replaced by an operator.
+            // Only responses of operators have `no_token`. An operator cannot replace the response of a handler.
             if record.token != no_token() {
                 return Ok(false);
             }
@@ -543,7 +543,7 @@ impl OperationTable {
         let (response, is_kept, body_fingerprint) =
             (Arc::clone(response.bytes()), response.is_kept(), record.body_fingerprint);
         self.store_completion(&mut shard, hashed, now, &Completion { response, is_kept, body_fingerprint, retention })?;
-        // The holder of the attempt learns that its own response is not stored.
+        // The token of the attempt no longer matches, so its own `complete` reports that its response is not stored.
         if let Some(record) = shard.record(&hashed) {
             record.token = no_token();
         }
@@ -556,7 +556,7 @@ impl OperationTable {
         let Some(shard) = self.shards.get(part) else { return page };
         let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
         let (now, len) = (Instant::now(), shard.records.len());
-        // From the end, since a removed entry is replaced by the last one. With a position of zero, the list of a shard begins, at the last
+        // Pages go from the last entry to the first, since the last entry replaces a removed one. Position 0 begins a shard, at its last
         // entry.
         let start = if from.position == 0 { len } else { len.min(from.position as usize) };
         let end = start.saturating_sub(max);
@@ -598,7 +598,7 @@ impl Shard {
         self.record(hashed).filter(|record| record.is_live(now))
     }
 
-    /// Changes when a record is checked.
+    /// Moves the check of a record to another time.
     fn move_check(&mut self, hashed: &HashedOperation<'_>, previous: Instant, due: Instant) {
         if let Some(number) = self.entry(hashed).map(|entry| entry.number) {
             self.due.remove(&(previous, number));
@@ -616,7 +616,7 @@ impl Shard {
     }
 }
 
-/// Why a response is not stored.
+/// The error for a response or checkpoint that is not stored.
 fn no_room(_: NoRoom) -> StoreError {
     StoreError::out_of_memory(
         "the memory backend has no capacity for more responses; raise `MemoryBackend::with_capacity`",
@@ -628,7 +628,7 @@ fn no_token() -> Token {
     Token::from_bytes(&[0; 16]).expect("a token has 16 bytes")
 }
 
-/// Removes the channel of a waiter that has gone.
+/// Removes the channel of an operation when its last waiter is dropped.
 struct Watcher {
     table: Arc<OperationTable>,
     operation: Operation,
@@ -692,7 +692,7 @@ mod tests {
                 1 => assert!(table.renew(&operation, &claim, &BodyFingerprint::default())),
                 _ => assert!(table.complete(&operation, &claim.token, &completion(100)).unwrap()),
             }
-            // Released records last the longest: 150 of them at a time.
+            // Released records last the longest: 75 of them exist at a time.
             tokio::time::advance(Duration::from_secs(1)).await;
             if i % 4 == 2 {
                 let begun = table.begin(&operation, &claim).unwrap();
@@ -713,7 +713,7 @@ mod tests {
         assert!(table.begin(&c, &claim()).unwrap_err().is_out_of_memory());
         assert!(table.complete(&a, &first.token, &completion(2 * BYTES_PER_RECORD)).unwrap());
         assert!(table.complete(&b, &second.token, &completion(1)).unwrap_err().is_out_of_memory());
-        // The record of completion remains.
+        // A completion without its response still fits.
         assert!(table.complete(&b, &second.token, &Completion { is_kept: false, ..completion(5) }).unwrap());
         check(&table);
         for (operation, is) in [(&a, true), (&b, false)] {
@@ -722,7 +722,7 @@ mod tests {
         }
     }
 
-    /// In each shard, also if none of them is removed for a new one.
+    /// The expired responses are removed in all shards, even if no operation begins.
     #[tokio::test(start_paused = true)]
     async fn expired_responses_make_room_for_others() {
         let table = OperationTable::new(200);

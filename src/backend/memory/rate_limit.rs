@@ -1,4 +1,4 @@
-//! Rate limits under the locks of the shards. Each decision must equal that of the scripts in `lua/`.
+//! Rate limits. Each call locks the shards of its keys. Each decision must equal that of the scripts in `lua/`.
 
 use std::cmp::Ordering;
 use std::time::Duration;
@@ -18,7 +18,7 @@ impl MemoryBackend {
         if policy.params().len() > 1 {
             return self.decide(policy, key, cost, |_| Verb::Check);
         }
-        // Before the lock, so that the processor can continue while it reads the clock.
+        // Read the clock before the lock, so that the processor can already execute the next instructions during the read.
         let now = self.now_us();
         let (hash, shard_index) = self.locate(policy, key);
         let mut shard = self.lock(shard_index);
@@ -125,7 +125,8 @@ impl MemoryBackend {
                     }
                     return counts.act(policy, cost, verb, now).0;
                 }
-                // A call that charges nothing does not carry the counts over to other limits.
+                // The counts were made under other limits. `act` may carry them over to the limits of `policy`. Keep the result only if
+                // the call changes the counts.
                 let mut carried_over = counts.clone();
                 let (decision, changed) = carried_over.act(policy, cost, verb, now);
                 if changed {
@@ -144,12 +145,12 @@ impl MemoryBackend {
             let mut counts = Counts::new(policy, now);
             let (decision, changed) = counts.act(policy, cost, verb, now);
             // An unknown key has nothing to refund, and no block to lift.
-            let takes_away = match verb {
+            let only_reduces = match verb {
                 Verb::Settle(_, change) => change < 0,
                 Verb::BlockUntil(until) => until <= now,
                 Verb::Check | Verb::Peek => false,
             };
-            if changed && !takes_away && counts.expires_us() > now {
+            if changed && !only_reduces && counts.expires_us() > now {
                 let added = counts.weight();
                 let (bucket, removed) = shard.put(hash, policy, key, counts, |policy, key| self.hash(policy, key), now);
                 self.record_removed(removed);

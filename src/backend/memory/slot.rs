@@ -186,9 +186,9 @@ impl Slot {
         Some(Charged { is_near_limit: count.is_near_limit(params, now_us) })
     }
 
-    /// The only limit of `policy`, advanced to `now_us`, and that time. If the last update is later, because another caller read the clock
-    /// later and took the lock first, that time counts instead. `None` if the counts were made under another policy, if the limit is a log,
-    /// or if the key is blocked.
+    /// The stored count, a copy that is advanced to `now_us`, the only limit of `policy`, and `now_us`. If the last update is later than
+    /// `now_us`, its time replaces `now_us`: another caller read the clock later and took the lock first. `None` if the counts were made
+    /// under another policy, if the limit is a log, or if the key is blocked.
     #[inline]
     fn only_limit<'a>(
         &'a mut self,

@@ -3,7 +3,7 @@
 //! The client library has a connection for clusters, too. It repeats a command whose reply is lost or late, which could charge twice.
 //! While it reads the slot map, it holds up the commands for all nodes, and it waits for nodes that hang. It does not notice a node
 //! that drops all packets. Here each node has its own pool, so a node that is down affects only its own slots. A command is repeated
-//! only after a node has reported that it did not run it.
+//! only after a node has replied that the command did not run.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -33,10 +33,10 @@ const SLOTS: usize = 16_384;
 const REDIRECTIONS: u32 = 3;
 /// The pause after TRYAGAIN, which a node returns while the keys of a script are split between two nodes. Doubles each time.
 const MIN_PAUSE: Duration = Duration::from_millis(2);
-/// The longest pause: after the migration, a call with a deadline of 100 ms should not sleep for the rest of it.
+/// The longest pause. It is short, so that a call with a deadline of 100 ms still has time for its command when the migration ends.
 const MAX_PAUSE: Duration = Duration::from_millis(8);
 /// How long a command on [`Purpose::Dedicated`] or [`ReplicatedPurpose::Renewals`] follows refusals. Then releases and renewals of locks
-/// try fewer keys at a time, which a node accepts.
+/// are sent again with one lock per command, which a node accepts during a migration, too.
 const SHORT_FOLLOW_TIMEOUT: Duration = Duration::from_millis(60);
 /// How long to wait for the slot map of one node before the next node is asked.
 const MAP_TIMEOUT: Duration = Duration::from_millis(200);
@@ -50,7 +50,7 @@ pub(crate) type ConnectorFactory = Box<dyn Fn(&Address) -> Result<Connector, Red
 /// All nodes of one cluster.
 pub(crate) struct Cluster {
     shared: Arc<Shared>,
-    // Reads the map on request.
+    // The task that reads the map on request.
     reader: Mutex<AbortHandle>,
 }
 
@@ -122,7 +122,7 @@ impl ReplicatedPurpose {
 }
 
 impl Cluster {
-    /// Reads the map from the first seed that has it. [`ConnectMode::Disconnected`] does this in the background until it succeeds.
+    /// Reads the map from the first seed that returns one. With [`ConnectMode::Disconnected`], a background task tries until it succeeds.
     pub(crate) async fn open(
         seeds: Vec<Address>,
         connectors: ConnectorFactory,
@@ -172,7 +172,7 @@ impl Cluster {
 
     /// Sends a command to the node that serves the slot of a key, and waits for its reply.
     ///
-    /// The command is repeated only after a node has reported that it did not run it, and at most for the `follow_timeout` of its purpose.
+    /// The command is repeated only after a node has replied that it did not run, and only within the `follow_timeout` of its purpose.
     pub(crate) async fn send(
         &self,
         purpose: Purpose,
@@ -216,7 +216,7 @@ impl Cluster {
         }
     }
 
-    /// The route of a command that follows refusals for a while.
+    /// The route of a command that follows refusals for `follow_timeout`.
     fn route(&self, key: &str, follow_timeout: Duration) -> Result<Route<'_>, RedisError> {
         let node = self.shared.owner(slot(key)).ok_or_else(|| {
             self.ensure_reader();
@@ -233,7 +233,7 @@ struct Route<'a> {
     cluster: &'a Cluster,
     node: Node,
     asking: bool,
-    // When the caller gets the refusal as the result.
+    // After this time, the caller gets a refusal as the result.
     until: Instant,
     redirections: u32,
     pause: Duration,
@@ -313,7 +313,8 @@ impl Cluster {
         self.shared.map_reads.subscribe()
     }
 
-    /// Sends a command to the node with this number, or with the next higher one.
+    /// Sends a command to the first node whose number (see `numbered`) is at least `number`, and returns its number and reply. `None` if
+    /// there is none.
     pub(crate) async fn send_to(
         &self,
         purpose: Purpose,
@@ -343,7 +344,7 @@ fn numbered<T>(nodes: &[T], address: impl Fn(&T) -> &Address) -> Vec<(u32, &T)> 
     let hash = |node| {
         let (host, port) = address(node);
         let [a, b, c, d, ..]: [u8; 32] = Sha256::digest(format!("{host}:{port}")).into();
-        // Leaves room above every number.
+        // At most half of the range, so adding 1 below cannot overflow.
         u32::from_be_bytes([a, b, c, d]) >> 1
     };
     let mut nodes: Vec<_> = nodes.iter().map(|node| (hash(node), node)).collect();
@@ -383,7 +384,7 @@ impl Shared {
         map.nodes.get(usize::from(map.owners[usize::from(slot)])).cloned()
     }
 
-    /// A node by its address. A node that is missing in the map is kept until the next read.
+    /// The node with this address. If the map has none, adds it until the next read replaces the map.
     fn node(&self, address: &Address) -> Result<Node, RedisError> {
         let existing = |map: &Map| map.nodes.iter().find(|node| node.address == *address).cloned();
         if let Some(node) = existing(&self.map()) {
@@ -399,8 +400,8 @@ impl Shared {
         Ok(node)
     }
 
-    /// Waits for the response timeout, and then until the map names another node for the slot than the command's node. Returns how long
-    /// that took. After the response timeout it keeps requesting reads of the map, since the node may be dead.
+    /// Waits for the response timeout, and then until the map assigns the slot to a new node other than `target`. Returns how long both
+    /// took. After the response timeout, it keeps requesting reads of the map, since `target` may be dead.
     async fn replaced(&self, slot: u16, target: &Address) -> Duration {
         let started = Instant::now();
         let owner = || self.owner(slot).map(|node| node.address);
@@ -447,8 +448,8 @@ impl Shared {
         });
     }
 
-    /// Asks the nodes for the map, one after the other, and stores the first one. The first node differs in each attempt: a node that is
-    /// cut off from the others has a wrong map and does not know it.
+    /// Asks the nodes for the map, one after the other, and stores the first map that it gets. Each attempt begins with another node,
+    /// because a node that is cut off from the others returns a wrong map.
     async fn read_map(&self, attempt: usize) -> Result<(), RedisError> {
         let map = self.map();
         let mut existing: Vec<_> = map.nodes.iter().map(|node| (&node.address, Some(&node.requests))).collect();

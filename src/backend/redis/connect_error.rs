@@ -42,7 +42,7 @@ impl Attempt {
         classified.unwrap_or_else(|| unclear(&peer, error))
     }
 
-    /// The meaning of an error that is clear by itself.
+    /// The error for the user, if the kind, code or text of `error` is enough to name the mistake.
     fn classify(&self, peer: &Peer, error: &RedisError) -> Option<ConnectError> {
         #[cfg(feature = "tls")]
         if let Some(tls) = tls_error(error) {
@@ -80,7 +80,7 @@ impl Attempt {
         })
     }
 
-    /// The meaning of the protocol that the server speaks, if that explains the error.
+    /// The error for the user, if the protocol that the server speaks explains `error`.
     fn protocol_mismatch(&self, peer: &Peer, protocol: Protocol, error: &RedisError) -> Option<ConnectError> {
         let failure = |text: &'static str, remedy| ConnectFailure::new(peer, StoreError::other(text), remedy);
         Some(match protocol {
@@ -207,7 +207,7 @@ fn unclear(peer: &Peer, error: RedisError) -> ConnectError {
 fn certificate(peer: &Peer, problem: &rustls::CertificateError) -> (String, &'static str) {
     use rustls::CertificateError as Problem;
     match problem {
-        // `BadSignature` if two CAs have the same name.
+        // `BadSignature` if a trusted CA has the same name as the CA that signed the certificate.
         Problem::UnknownIssuer | Problem::BadSignature => (
             "it is signed by no CA that this program trusts".to_owned(),
             "pass the certificate of its CA to `RedisOptions::ca_certificate`",

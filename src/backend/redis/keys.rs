@@ -16,11 +16,11 @@ use crate::store::token::Token;
 /// The version of the layout of keys. It is raised if two releases must not read each other's keys.
 const LAYOUT: &str = "2";
 
-/// The number of parts of the idempotency records. Each part is in one slot of a cluster.
+/// The number of partitions of the idempotency records. Each partition is in one slot of a cluster.
 pub(crate) const PARTITIONS: u64 = 64;
 
 /// The partition of an operation. It is the same for all processes, so the hash has no random key. FNV-1a alone would put sequential keys
-/// into few parts, since their last bytes hardly reach the upper bits. The finalizer of MurmurHash3 spreads them.
+/// into few partitions, since their last bytes hardly reach the upper bits. The finalizer of MurmurHash3 spreads them.
 fn partition(scope: &str, key: &str) -> String {
     let bytes = scope.bytes().chain([b':']).chain(key.bytes());
     let hash =
@@ -94,8 +94,8 @@ impl Keys {
 
     /// `<prefix>:2:{idempotency:<part>}:<scope>:<key>:record`.
     ///
-    /// The `<part>` after `idempotency:` is one of 64 partitions, and determines the slot on a cluster. So a record and the set of its
-    /// caller's records share a slot.
+    /// The `<part>` is the partition of the operation, and determines the slot on a cluster. So a record shares a slot with the set
+    /// [`records`](Self::records) of its caller in this partition.
     pub(crate) fn idempotency(&self, operation: &Operation) -> String {
         self.operation(operation, "record")
     }
@@ -114,7 +114,7 @@ impl Keys {
         }
     }
 
-    /// The key that counts the records of a caller: `<prefix>:2:{idempotency}:<scope>:records`. On a cluster, each part has its own:
+    /// The key of the set of a caller's records: `<prefix>:2:{idempotency}:<scope>:records`. On a cluster, each partition has its own:
     /// `<prefix>:2:{idempotency:<part>}:<scope>:records`.
     pub(crate) fn records(&self, scope: &Key, operation: &Operation, is_cluster: bool) -> String {
         let scope = escape_part(scope);
@@ -416,7 +416,7 @@ mod tests {
         }
     }
 
-    /// Each part has an equal share of a caller's limit. If parts filled unevenly, keys would be rejected far below the limit.
+    /// Each partition has an equal share of a caller's limit. If partitions filled unevenly, keys would be rejected far below the limit.
     #[test]
     fn sequential_keys_fill_parts_evenly() {
         let mut parts = std::collections::HashMap::<_, usize>::new();

@@ -21,7 +21,7 @@ use super::connection::timeout_error::no_connection;
 use super::error::not_executed;
 use crate::lock::store::Replicas;
 
-/// Every call is batched. A second batch in flight spares new calls the wait for the first one's WAIT.
+/// Every call is batched. Two batches may be in flight, so that new calls do not wait for the WAIT of the first batch.
 const BATCH: BatchConfig = BatchConfig {
     max_unbatched: 0,
     linger: Duration::ZERO,
@@ -30,9 +30,10 @@ const BATCH: BatchConfig = BatchConfig {
     max_partial_in_flight: |_| 2,
     max_full_in_flight: 2,
 };
-/// How many replica counts have their own connections. The last class also serves all higher counts.
+/// The number of classes of calls. Class `n` has its own connections, for calls that need `n` replicas. The last class also serves higher
+/// counts.
 const COUNT_CLASSES: usize = 4;
-/// The most connections for one class.
+/// The maximum number of connections of one class.
 const MAX_CONNECTIONS: u32 = 16;
 /// How late Redis may report that a WAIT timed out.
 const LATE: Duration = Duration::from_millis(100);
@@ -45,15 +46,15 @@ struct Shared {
     connector: Connector,
     connections: u32,
     options: PoolOptions,
-    // Shared, so that one failed connection marks the others.
+    // Shared by the pools of all connections, so that they learn of a failure of one.
     server_state: Arc<ServerState>,
-    // By replica count, so that calls with a low count do not wait behind calls with an unreachable one.
+    // One for each class, so that calls do not wait behind calls that need more replicas than the server has.
     batchers: [OnceLock<(Batcher<Pending>, Arc<DedicatedConnections>)>; COUNT_CLASSES],
 }
 
 /// The result of a command with replication.
 pub(crate) enum Outcome {
-    /// The server's reply. If it grants something, enough replicas have the write.
+    /// The server's reply. If this reply grants something, enough replicas have the write.
     Replied(Value),
     /// The command granted something, and only this many replicas have it. Zero also if nothing was sent, because no connection to a
     /// working server was free in time.
@@ -134,7 +135,7 @@ impl Shared {
 struct DedicatedConnections {
     idle: Mutex<Vec<Pool>>,
     permits: Semaphore,
-    // Since when the server owes a reply to some command, if it has not sent any since.
+    // The time since which the server owes a reply. Any reply resets it to `None`.
     silent_since: Mutex<Option<Instant>>,
 }
 
@@ -157,7 +158,7 @@ impl DedicatedConnections {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The connection that was returned last, so that no more than necessary are opened. `None` if none becomes free in time.
+    /// Takes the connection that was returned last, so that the others may stay unopened. `None` if no connection becomes free in time.
     async fn take(&self, until: Instant) -> Option<DedicatedConnection<'_>> {
         let permit = timeout_at(until, self.permits.acquire()).await.ok()?.ok()?;
         let pool = self.idle().pop()?;
@@ -199,8 +200,7 @@ impl Drop for DedicatedConnection<'_> {
     }
 }
 
-/// Sends a batch, and notifies each caller. Returns whether the server replied, and whether enough replicas have the grants, if there are
-/// any.
+/// Sends a batch, and notifies each caller. Returns true if the server replied, and enough replicas have all writes of granted calls.
 async fn send_batch(dedicated: Arc<DedicatedConnections>, batch: Vec<Pending>) -> bool {
     let Some(until) = batch.iter().map(|pending| pending.until).max() else { return false };
     let Some(reserved) = dedicated.take(until).await else {
@@ -225,11 +225,11 @@ async fn send_batch(dedicated: Arc<DedicatedConnections>, batch: Vec<Pending>) -
         }
     };
     // Skip calls that were abandoned.
-    let asking = batch
+    let sends = batch
         .into_iter()
         .filter(|pending| !pending.reply.is_closed())
         .map(|pending| send_one(connection.clone(), pending));
-    let replies = join_all(asking).await;
+    let replies = join_all(sends).await;
     let is_replied = replies.iter().any(Option::is_some);
     if is_replied {
         dedicated.note_reply();
@@ -242,7 +242,8 @@ async fn send_batch(dedicated: Arc<DedicatedConnections>, batch: Vec<Pending>) -
     wait_for_replicas(&dedicated, connection, granted).await
 }
 
-/// Sends one command. Notifies the caller unless something is granted. `None` if there is no reply.
+/// Sends one command. Notifies the caller unless the reply grants something. `None` without a reply, `Some(None)` if the reply grants
+/// nothing.
 async fn send_one(mut connection: Connection, mut pending: Pending) -> Option<Option<(Pending, Value)>> {
     let reply = tokio::select! {
         biased;
@@ -264,7 +265,7 @@ fn is_reply<T>(reply: &Result<T, RedisError>) -> bool {
     reply.as_ref().map_or_else(|error| error.code().is_some(), |_| true)
 }
 
-/// Waits until enough replicas have the grants of a connection, and notifies each caller. Returns whether they have.
+/// Waits until enough replicas have the writes of the granted calls, and notifies each caller. Returns whether enough replicas have them.
 async fn wait_for_replicas(
     dedicated: &DedicatedConnections,
     mut connection: Connection,

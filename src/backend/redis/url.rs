@@ -51,7 +51,7 @@ impl Target {
         }
         let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
         if query.contains('@') && !rest.contains('@') {
-            // After an unescaped `?` in a password, its rest looks like a parameter. So the error must not quote even parameter names.
+            // The part of a password after an unescaped `?` looks like a parameter. So the error must not quote even parameter names.
             return Err(ConfigError::invalid_url(
                 "it has a `?` before an `@`: write `?` in a password as `%3F`, `@` in a parameter as `%40`",
             ));

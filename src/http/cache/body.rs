@@ -15,8 +15,7 @@ use crate::error::BoxError;
 use crate::http::body::{ResponseBody, size_after, size_of_stored};
 
 pin_project! {
-    /// The body of a response from a [`CacheLayer`](crate::CacheLayer): that of the inner service, maybe while it is stored, or a stored
-    /// one.
+    /// The body of a response from a [`CacheLayer`](crate::CacheLayer): the body of the inner service, a stored body, or a rejection.
     pub struct CachedBody<B> {
         #[pin]
         kind: Kind<B>,
@@ -32,7 +31,7 @@ pin_project! {
         Whole { data: Option<Bytes>, trailers: Option<HeaderMap> },
         // A body that a load reads and stores.
         Live { pieces: UnboundedReceiver<Piece<B>>, hint: SizeHint, load: Option<LoadWaiter<Stored>> },
-        // The end of such a body, which is not stored.
+        // The rest of a live body, after its load has stopped reading. The body is not stored.
         Rest { body: Pin<Box<B>> },
         Ended,
     }
@@ -43,7 +42,7 @@ pub(super) enum Piece<B> {
     Data(Bytes),
     Trailers(HeaderMap),
     Failed(BoxError),
-    /// The load reads no further.
+    /// The rest of the body, which the load does not read.
     Rest(Pin<Box<B>>),
     End,
 }

@@ -73,7 +73,7 @@ use crate::responder::HttpResponder;
 /// | condition | rule |
 /// | --- | --- |
 /// | method | GET. A HEAD request is served from the response to a GET, and its own response is never stored. |
-/// | status | 200, 203, 204, 301, 308, 404 and 410; 302 and 307 only with a time of their own |
+/// | status | 200, 203, 204, 301, 308, 404 and 410; 302 and 307 only with `s-maxage`, `max-age` or `Expires` |
 /// | time | `s-maxage`, `max-age` or `Expires`, otherwise [`fresh_for`](Self::fresh_for), in each case less the age at arrival. The result must not be zero. |
 /// | for one client | A response with `Set-Cookie`, `private`, `no-store`, `no-cache` or `Vary: *` is neither stored nor shared with a waiter. |
 /// | credentials | With [`public`](Self::public), requests with `Authorization` or `Cookie` bypass the cache. |
@@ -87,8 +87,8 @@ use crate::responder::HttpResponder;
 /// Each combination of values of the fields in `Vary` has a response of its own, like each query. A client can invent both, so give the
 /// store a limit of its memory and an eviction policy.
 ///
-/// After a response that must not be stored, requests for its key do not wait for each other, usually for ten seconds. Each calls the inner
-/// service.
+/// After a response that must not be stored, each request for its key calls the inner service without waiting for another request. This
+/// usually lasts ten seconds.
 ///
 /// # What clients can do
 ///
@@ -100,7 +100,7 @@ use crate::responder::HttpResponder;
 /// section 5.2.1, calls them advisory, and with `no-cache` or `max-age=0` each client could force a load.
 ///
 /// A request with an unsafe method, such as POST, whose response has a status of 2xx or 3xx, removes the responses of its URI (section
-/// 4.4). With [`per`](Self::per), these are the responses of its principal only. A load that began before is not stored.
+/// 4.4). With [`per`](Self::per), these are the responses of its principal only. The response of a load that began before is not stored.
 ///
 /// # Responses
 ///
@@ -109,11 +109,12 @@ use crate::responder::HttpResponder;
 /// connection, time or request, such as `Connection`, `Date` and `RateLimit`.
 ///
 /// These count as failures of the inner service: an error, a status of 500, 502, 503 or 504 (RFC 5861, section 4), and a body that breaks
-/// off. A response with any other status that is not stored, such as 501, goes only to its own client. It removes a stale response.
+/// off. A response with any other status that is not stored, such as 501, goes only to its own client. Such a response removes the stale
+/// response of its key.
 ///
 /// | case | response |
 /// | --- | --- |
-/// | the inner service fails | its own client gets that; others, for [`error_for`](Self::error_for), 503 with `Retry-After` |
+/// | the inner service fails | The client of the request gets the failure. For [`error_for`](Self::error_for), others get 503 with `Retry-After`. |
 /// | the same, within the time of `stale-if-error` | the stale response |
 /// | the inner service takes longer than [`load_timeout`](Self::load_timeout) | 504 |
 /// | the inner service panics | 500, for all |
@@ -200,13 +201,13 @@ impl<K, A> CacheLayer<K, A> {
         self
     }
 
-    /// How long a response is fresh that does not say it, by `Cache-Control` or `Expires`. By default such a response is not stored.
+    /// How long a response without `s-maxage`, `max-age` and `Expires` is fresh. By default such a response is not stored.
     pub fn fresh_for(self, time: Duration) -> Self {
         self.with(|settings| settings.fresh_for = Some(time))
     }
 
     /// Treats requests with `Cookie` like others. Only for services whose responses do not depend on cookies, or say so by `Vary: Cookie` or
-    /// `private`. By default they bypass a [public](Self::public) cache.
+    /// `private`. By default, requests with `Cookie` bypass a [public](Self::public) cache.
     pub fn ignore_cookies(self) -> Self {
         self.with(|settings| settings.ignores_cookies = true)
     }
@@ -220,7 +221,7 @@ impl<K, A> CacheLayer<K, A> {
         self.with(|settings| settings.max_response = bytes)
     }
 
-    /// By which part, at most, the time for which a response is fresh is shortened at random: see [`Cache::jitter`]. Defaults to 0.1.
+    /// The largest part of its fresh time by which a response expires early, at random: see [`Cache::jitter`]. Defaults to 0.1.
     pub fn jitter(self, part: f64) -> Self {
         self.with_cache(|cache| cache.jitter(part))
     }
@@ -236,9 +237,8 @@ impl<K, A> CacheLayer<K, A> {
         self.with_cache(|cache| cache.error_for(time))
     }
 
-    /// How long a request whose response may be stored may take until the response is complete, and how long other requests wait for the
-    /// response. Defaults to 30 seconds. After that a request without a response gets 504. A response that has begun is streamed to its
-    /// end, and is not stored.
+    /// The timeout of a load until its response is complete, and of the requests that wait for the load. Defaults to 30 seconds. After that
+    /// a request without a response gets 504. A response that has begun is streamed to its end, and is not stored.
     pub fn load_timeout(self, time: Duration) -> Self {
         let time = time.min(NewEntry::MAX_TTL);
         // A load ends by itself after `time`. The timeout of the cache is one second longer, for the store calls of the load.
@@ -254,14 +254,14 @@ impl<K, A> CacheLayer<K, A> {
     /// The largest number of loads at a time in this process while the store fails. Further requests get 503 with `Retry-After`. Defaults
     /// to 16.
     ///
-    /// The limit replaces the protection that the cache gives otherwise. A request that bypasses the cache, forbids storing, or has a
-    /// response that must not be stored reaches the inner service also while the store works. So the limit does not count such requests,
-    /// nor HEAD requests. To limit all requests, put a `ConcurrencyLimitLayer` inside of this layer.
+    /// The limit replaces the protection that the cache gives while the store works. Some requests always reach the inner service: those
+    /// that bypass the cache, that forbid storing, or whose response must not be stored. The limit counts neither them nor HEAD requests.
+    /// To limit all requests, put a `ConcurrencyLimitLayer` inside of this layer.
     pub fn origin_limit(self, loads: usize) -> Self {
         self.with_cache(|cache| cache.origin_limit(loads))
     }
 
-    /// Keeps at most this number of responses in this process too: see [`Cache::local_tier`]. By default there are none.
+    /// Keeps at most this number of responses in this process too: see [`Cache::local_tier`]. By default it keeps none.
     #[cfg(feature = "local-cache")]
     #[cfg_attr(docsrs, doc(cfg(feature = "local-cache")))]
     pub fn local_tier(self, responses: u64, max_age: Duration) -> Self {

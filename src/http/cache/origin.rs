@@ -16,7 +16,7 @@ use tokio::time::{Instant, timeout_at};
 use tower_service::Service;
 
 use super::body::CachedBody;
-use super::policy::{REFUSED_FOR, Times, UNCACHED_FOR, Verdict, judge};
+use super::policy::{Times, UNCACHED_BRIEFLY_FOR, UNCACHED_FOR, Verdict, judge};
 use super::request::Conditions;
 use super::settings::Settings;
 use super::stored::{Stored, StoredCodec, StoredResponse, Varies};
@@ -28,7 +28,7 @@ use crate::http::body::ResponseBody;
 use crate::http::idempotency::recorded_response::Recorder;
 use crate::key::Key;
 
-/// A request with an instance of the inner service. Its caller and its load share it: one of them takes it.
+/// A request with an instance of the inner service. The caller and its load share the two. The one that takes them sends the request.
 pub(super) struct SharedRequest<S, B>(Arc<Mutex<Option<PendingRequest<S, B>>>>);
 
 pub(super) struct PendingRequest<S, B> {
@@ -57,8 +57,9 @@ impl<S, B> SharedRequest<S, B> {
         self.lock().as_ref().map(|pending| vary.selection(pending.request.headers()))
     }
 
-    /// Replaces the instance that has reported ready by its clone, since a request may wait long for the load of another one.
-    pub(super) fn give_back(&self)
+    /// Replaces the instance that has reported ready by its clone, which frees its permit. The request may wait long for the load of
+    /// another request.
+    pub(super) fn release_permit(&self)
     where
         S: Clone,
     {
@@ -109,7 +110,7 @@ impl Place {
     }
 }
 
-/// How long it is known which fields select the responses of a URI. After that, all of them are loaded again.
+/// How long the names of the `Vary` fields of a URI are stored. After that, all responses of the URI are loaded again.
 const VARIES_FOR: Duration = Duration::from_secs(86_400);
 
 /// The response for the caller whose request was sent.
@@ -121,7 +122,7 @@ pub(super) struct Origin<S, B, R, E> {
     pub(super) place: Place,
     pub(super) response_sender: oneshot::Sender<OwnResponse<R, E>>,
     pub(super) settings: Arc<Settings>,
-    // Weak, since a load must not keep the cache that owns its task.
+    // Weak, since the cache owns the task of the load, and the load must not keep the cache alive.
     pub(super) cache: Weak<Cache<Stored, StoredCodec>>,
 }
 
@@ -133,7 +134,7 @@ where
 {
     /// Calls the inner service. The caller gets its response even if it is not stored.
     pub(super) async fn load(self) -> Result<Loaded<Stored>, OriginFailed> {
-        let Some(mut pending) = self.shared_request.take() else { return Ok(Loaded::nothing(REFUSED_FOR)) };
+        let Some(mut pending) = self.shared_request.take() else { return Ok(Loaded::nothing(UNCACHED_BRIEFLY_FOR)) };
         Conditions::remove(pending.request.headers_mut());
         let fields = pending.request.headers().clone();
         let until = Instant::now() + self.settings.load_timeout;
@@ -157,7 +158,7 @@ where
         }
     }
 
-    /// The caller may have gone.
+    /// Sends the response to the caller, which may have gone.
     fn give(self, own_response: OwnResponse<R, S::Error>) {
         let _ = self.response_sender.send(own_response);
     }
@@ -179,11 +180,11 @@ where
     ) -> Result<Loaded<Stored>, OriginFailed> {
         let mut recorder = Recorder::new(parts.status, &parts.headers, false, self.settings.max_response);
         let Some(target) = Target::new(&self.place, &vary, fields) else {
-            // Other fields than before select the responses of this URI: begin anew.
+            // `Vary` names a field that the stored `Varies` does not. Remove the `Varies`, so that the next load stores a new one.
             if let (Place::Variant { uri, .. }, Some(cache)) = (&self.place, self.cache.upgrade()) {
                 forget(&cache, *uri).await;
             }
-            return Ok(self.give_uncached(parts, body, REFUSED_FOR));
+            return Ok(self.give_uncached(parts, body, UNCACHED_BRIEFLY_FOR));
         };
         let announced = parts.headers.get(CONTENT_LENGTH).and_then(|len| len.to_str().ok()?.parse().ok());
         if !recorder.fits() || announced.is_some_and(|len: u64| len > self.settings.max_response as u64) {
@@ -210,7 +211,7 @@ where
     }
 }
 
-/// Removes the entry of a URI. No request finds the responses that its fields select any more.
+/// Removes the entry of a URI. If the entry is a `Varies`, its variants stay stored, but no request finds them any more.
 pub(super) async fn forget(cache: &Cache<Stored, StoredCodec>, uri: Key) {
     if let Err(error) = cache.invalidate(uri).await {
         tracing::debug!(key = %uri, %error, "cached response is not removed");
@@ -220,12 +221,12 @@ pub(super) async fn forget(cache: &Cache<Stored, StoredCodec>, uri: Key) {
 /// Where a new response is stored.
 struct Target {
     selection: Key,
-    // For a URI whose responses were not known to be selected by fields.
+    // For the first response with `Vary` of a URI: the key of the variant, and the entry of the URI.
     new: Option<(Key, Varies)>,
 }
 
 impl Target {
-    /// `None` if other fields select the response than `place` knows.
+    /// `None` if `vary` names a field that `place` does not know, or if there is no randomness for a nonce.
     fn new(place: &Place, vary: &Vary, fields: &HeaderMap) -> Option<Self> {
         match place {
             Place::Variant { vary: known, selection, .. } => {
@@ -241,7 +242,8 @@ impl Target {
         }
     }
 
-    /// The value for the place of the load. If fields select the response, it is stored under a key of its own first.
+    /// Returns the value for the place of the load. For the first response with `Vary` of a URI, stores the response under the key of the
+    /// variant, and returns the `Varies`.
     async fn put(self, loaded: Loaded<Stored>, cache: Weak<Cache<Stored, StoredCodec>>) -> Loaded<Stored> {
         let Some((variant_key, varies)) = self.new else { return loaded };
         // No other load has this key, since its nonce is new. If the entry of the URI is invalidated meanwhile, `varies` is not stored.
@@ -254,7 +256,7 @@ impl Target {
     }
 }
 
-/// Why a load has no response for others.
+/// Why a load failed, and has no response to share.
 #[derive(Debug)]
 pub(super) enum OriginFailed {
     Error,

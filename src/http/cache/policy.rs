@@ -14,7 +14,7 @@ use super::vary::Vary;
 pub(super) enum Verdict {
     /// It may be stored, and shared with waiters.
     Store { times: Times, vary: Vary },
-    /// It is for its own client only. For this time, each further request calls the inner service at once.
+    /// It is for its own client only. For the duration `mark`, each further request calls the inner service without waiting.
     Uncached { mark: Duration },
     /// The inner service has failed. The response is for its own client only, and for a while the inner service is not called.
     Failed,
@@ -27,9 +27,9 @@ pub(super) struct Times {
     pub(super) initial_age: Duration,
     /// How long it is fresh from then on. More than zero.
     pub(super) fresh_for: Duration,
-    /// How long after that it is served while it is loaded again.
+    /// How long after the end of its freshness it is served while it is loaded again.
     pub(super) while_revalidate: Duration,
-    /// How long after that it is served if the inner service fails.
+    /// How long after the end of its freshness it is served if the inner service fails.
     pub(super) if_error: Duration,
 }
 
@@ -40,8 +40,8 @@ impl Times {
     }
 }
 
-/// The statuses of responses that are stored. RFC 9110, section 15.1, also lists 206, 300, 405, 414 and 501. 206 needs ranges, and a client
-/// can provoke 405 and 414 for others.
+/// The statuses of responses that are stored. RFC 9110, section 15.1, also lists 206, 300, 405, 414 and 501. 206 needs ranges. A client
+/// could make the cache serve a provoked 405 or 414 to other clients.
 const STORED: [StatusCode; 7] = [
     StatusCode::OK,
     StatusCode::NON_AUTHORITATIVE_INFORMATION,
@@ -51,7 +51,7 @@ const STORED: [StatusCode; 7] = [
     StatusCode::NOT_FOUND,
     StatusCode::GONE,
 ];
-/// The same, if the response sets its time itself.
+/// The further statuses of responses that are stored if the response states its lifetime.
 const STORED_IF_EXPLICIT: [StatusCode; 2] = [StatusCode::FOUND, StatusCode::TEMPORARY_REDIRECT];
 /// The statuses that are failures (RFC 5861, section 4).
 const FAILED: [StatusCode; 4] = [
@@ -61,23 +61,23 @@ const FAILED: [StatusCode; 4] = [
     StatusCode::GATEWAY_TIMEOUT,
 ];
 
-/// How long no caller waits for another one, after a response that must not be stored.
+/// After a response that must not be stored, requests do not wait for each other for this time.
 pub(super) const UNCACHED_FOR: Duration = Duration::from_secs(10);
-/// The same, if a property of this one request may be the reason, such as an address that is blocked.
-pub(super) const REFUSED_FOR: Duration = Duration::from_secs(1);
+/// Replaces `UNCACHED_FOR` if the reason may be a property of this one request, such as a blocked address.
+pub(super) const UNCACHED_BRIEFLY_FOR: Duration = Duration::from_secs(1);
 
 /// Whether a status is a failure of the inner service. Others, such as 501, are responses like any other.
 pub(super) fn is_failure(status: StatusCode) -> bool {
     FAILED.contains(&status)
 }
 
-/// Decides about a response to a GET. `default` is how long a response is fresh that does not say it.
+/// Decides about a response to a GET. `default` is the lifetime of a response that states none.
 pub(super) fn judge(status: StatusCode, headers: &HeaderMap, default: Option<Duration>, now: SystemTime) -> Verdict {
     if is_failure(status) {
         return Verdict::Failed;
     }
     let is_refused = status.is_client_error() && !STORED.contains(&status);
-    let uncached = Verdict::Uncached { mark: if is_refused { REFUSED_FOR } else { UNCACHED_FOR } };
+    let uncached = Verdict::Uncached { mark: if is_refused { UNCACHED_BRIEFLY_FOR } else { UNCACHED_FOR } };
     let control = CacheControl::of(headers);
     let is_for_one = control.no_store || control.no_cache || control.private || headers.contains_key(SET_COOKIE);
     if is_for_one || is_endless(headers) {
@@ -106,7 +106,7 @@ pub(super) fn judge(status: StatusCode, headers: &HeaderMap, default: Option<Dur
     Verdict::Store { times, vary }
 }
 
-/// The time for which the response says that it is fresh, from its creation on (RFC 9111, section 4.2.1).
+/// The lifetime that the response states, counted from its creation (RFC 9111, section 4.2.1).
 fn explicit_lifetime(control: &CacheControl, headers: &HeaderMap, now: SystemTime) -> Option<Duration> {
     if let Some(lifetime) = control.s_maxage.or(control.max_age) {
         return Some(lifetime);
@@ -236,6 +236,6 @@ mod tests {
             let is_failure = judged(status, 60, &[]) == Verdict::Failed;
             assert_eq!(is_failure, [500, 502, 503, 504].contains(&status), "{status}");
         }
-        assert_eq!(judged(403, 60, &[]), Verdict::Uncached { mark: REFUSED_FOR });
+        assert_eq!(judged(403, 60, &[]), Verdict::Uncached { mark: UNCACHED_BRIEFLY_FOR });
     }
 }

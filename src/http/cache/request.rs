@@ -36,9 +36,9 @@ pub(super) struct Read {
     pub(super) conditions: Conditions,
 }
 
-/// The schemes of a URI, and none for HTTP/1 requests, which do not name it.
+/// The schemes that a key may have. The scheme is empty for HTTP/1 requests, whose URI usually has none.
 const SCHEMES: [&str; 3] = ["", "http", "https"];
-/// Requests with these fields pass: ranges, preconditions that a cache cannot check, and other protocols.
+/// Requests with these fields bypass the cache: ranges, preconditions that a cache cannot check, and upgrades to other protocols.
 const NEVER_CACHED: [HeaderName; 5] = [RANGE, IF_MATCH, IF_UNMODIFIED_SINCE, IF_RANGE, UPGRADE];
 
 impl Plan {
@@ -72,8 +72,8 @@ fn key<B>(request: &Request<B>, principal: Key, scheme: &str, host: &str) -> Key
     Key::from((principal, scheme, host, uri.path_and_query().map_or("/", |path| path.as_str())))
 }
 
-/// The host and port. Empty if the request names none. `None` if there are several or they differ, since it is not clear which one selects
-/// the response.
+/// The host and port. Empty if the request names none. `None` if the request has several `Host` fields, or one that differs from the
+/// authority of the URI, since it is not clear which one selects the response.
 fn host<B>(request: &Request<B>) -> Option<Cow<'_, str>> {
     let mut fields = request.headers().get_all(HOST).iter();
     let field = fields.next().map(HeaderValue::to_str).transpose().ok()?;

@@ -1,4 +1,4 @@
-//! A GET or HEAD request: from the cache, by its own load, or by that of another request.
+//! Responds to a GET or HEAD request: from the cache, by its own load, or by the load of another request.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -40,7 +40,7 @@ enum Step<R, E> {
 /// A stored response with its age.
 struct Candidate {
     stored: Arc<Stored>,
-    /// Since it was stored.
+    /// The time since the response was stored.
     age: Duration,
     is_local: bool,
 }
@@ -93,7 +93,7 @@ where
         }
     }
 
-    /// First for the URI, then for the fields that select the response.
+    /// Looks for the response under the URI, and then under the variant if request header fields select the response.
     async fn respond_after(
         self,
         mut place: Place,
@@ -160,7 +160,7 @@ where
             Stored::Response(StoredResponse { times, .. }) => {
                 let stale = age.saturating_sub(times.fresh_for);
                 match stale {
-                    // The jitter of the cache may end the time early.
+                    // The jitter of the cache may end the fresh time early.
                     Duration::ZERO if fresh_for.is_zero() || refreshes_early => Use::Refresh,
                     Duration::ZERO => Use::Fresh,
                     _ if stale <= times.while_revalidate => Use::Refresh,
@@ -188,7 +188,7 @@ where
         is_background: bool,
     ) -> Result<(LoadWaiter<Stored>, oneshot::Receiver<OwnResponse<R, S::Error>>), CacheError> {
         // From here on the request may wait: for another request, or for another process.
-        self.shared_request.give_back();
+        self.shared_request.release_permit();
         let (response_sender, own_response) = oneshot::channel();
         let origin = Origin {
             shared_request: self.shared_request.share(),
@@ -201,7 +201,7 @@ where
         Ok((load, own_response))
     }
 
-    /// Waits for the response to this request, or for that of another one.
+    /// Waits for the response to this request or, if it joined the load of another request, for the stored response.
     async fn wait(
         &self,
         place: &Place,

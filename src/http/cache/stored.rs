@@ -1,6 +1,6 @@
-//! The values of the HTTP cache: responses, and for a URI with `Vary` the names of its request header fields.
+//! The values of the HTTP cache: responses, and for a URI with `Vary` the names of the request header fields that select its response.
 //!
-//! The stored form: one byte version, one byte kind. For a response, four durations as `u64` milliseconds, the length and text of the
+//! The stored form: a version byte, a kind byte. For a response, four durations as `u64` milliseconds, the length and text of the
 //! selection, then the bytes of a [`Recorder`](crate::http::idempotency::recorded_response::Recorder). `Varies`: the nonce, the number of
 //! names, then each name after its length.
 
@@ -54,7 +54,7 @@ impl StoredResponse {
 /// Which fields select the responses of a URI.
 pub(super) struct Varies {
     pub(super) vary: Vary,
-    /// Random. The keys of the responses contain it, so without this value no request finds these responses any more.
+    /// A random part of the keys of all variants. After this `Varies` is removed or replaced, no request finds these variants any more.
     pub(super) nonce: u64,
 }
 
@@ -164,7 +164,7 @@ mod tests {
         headers.insert("etag", HeaderValue::from_static("\"a\""));
         let body = Bytes::from_static(b"hello");
         let mut recorder = Recorder::new(StatusCode::NOT_FOUND, &headers, false, 1_000);
-        recorder.data(&body);
+        recorder.count_data(&body);
         let (encoded, _) = recorder.finish(std::iter::once(&body), true);
         Stored::Response(StoredResponse::new(times, Key::digest("x"), Bytes::from_owner(encoded)).unwrap())
     }

@@ -21,16 +21,16 @@ pub(super) const PART_COST: usize = 256;
 
 /// A body that is read for the store, and sent to its client.
 ///
-/// The client gets the end of the body when this value is dropped, after the load has recorded the body. A client may go after the end, and
-/// a load without a client is cancelled. If this value is dropped earlier, for instance because the load has timed out, the client reads
-/// the rest itself.
+/// The client gets the end of the body when this value is dropped, after the load has recorded the body. If the client got the end earlier,
+/// it could leave, and a load without a client is cancelled. If this value is dropped before the body has ended, for instance because the
+/// load has timed out, the client reads the rest itself.
 pub(super) struct Tee<B> {
     body: Option<Pin<Box<B>>>,
-    // The part that may be the last one for a client that counts bytes. It is sent together with the end.
+    // The part that may be the last one. It is sent together with the end, because a client that counts bytes may leave after it.
     held: Option<Bytes>,
     has_failed: bool,
     trailers: Option<HeaderMap>,
-    // The client may be slower than the inner service. At most one stored response is buffered.
+    // Unbounded, because the client may be slower than the inner service. The size limit of a stored response also limits this buffer.
     pieces: UnboundedSender<Piece<B>>,
 }
 
@@ -39,7 +39,7 @@ impl<B> Tee<B> {
         Self { body: Some(Box::pin(body)), held: None, has_failed: false, trailers: None, pieces }
     }
 
-    /// The client may have gone.
+    /// Sends a piece, unless the client has gone.
     fn send(&self, piece: Piece<B>) {
         let _ = self.pieces.send(piece);
     }
@@ -86,14 +86,14 @@ where
                         Bytes::new()
                     });
                     if let Some(trailers) = &self.trailers {
-                        recorder.trailers(trailers);
+                        recorder.set_trailers(trailers);
                         // Some clients treat trailers as header fields.
                         if trailers.contains_key(SET_COOKIE) || trailers.contains_key(CACHE_CONTROL) {
                             return Ok(None);
                         }
                     }
                     if !data.is_empty() {
-                        recorder.data(&data);
+                        recorder.count_data(&data);
                         parts += 1;
                         received += data.len() as u64;
                         chunks.push(data.clone());
@@ -134,7 +134,7 @@ impl<B> Drop for Tee<B> {
     }
 }
 
-/// Why a body is not stored.
+/// Why a body is broken, and so not stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BrokenBody {
     Failed,

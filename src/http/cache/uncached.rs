@@ -8,14 +8,14 @@ use tokio::time::Instant;
 
 use crate::key::Key;
 
-/// The marked keys. Their requests neither wait nor call the store.
+/// The marked keys. Requests for these keys do not wait for a load of another request, and do not read the store.
 #[derive(Default)]
 pub(super) struct Uncached(Mutex<Marks>);
 
 #[derive(Default)]
 struct Marks {
     until: HashMap<Key, Instant>,
-    // The marks in the order of their insertion, with those that were removed or replaced meanwhile.
+    // The marks in the order of their insertion, including marks that have been removed or replaced.
     order: VecDeque<(Key, Instant)>,
 }
 

@@ -71,7 +71,7 @@ impl<R, E> DetachableFuture<R, E> {
     }
 
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Answer<R, E>> {
-        // After a panic, it stays `None`.
+        // If this poll panics, `self.work` stays `None`.
         let mut work = self.work.take().expect("ResponseFuture polled after completion");
         let polled = work.as_mut().poll(cx);
         if polled.is_pending() {

@@ -13,12 +13,12 @@ use super::fingerprint::{BodyRejection, RunningFingerprint, UnreadBody};
 use super::settings::{FOREVER, Settings};
 use super::settle::{CompleteResponse, Outcome};
 use crate::http::lock::AbortOutcome;
-use crate::idempotency::{Attempt, HasBodyFingerprint as _, OnUnknown, OperationContext, Rejection, Running};
+use crate::idempotency::{Attempt, CountGuard, HasBodyFingerprint as _, OnUnknown, OperationContext, Rejection};
 
 /// A running operation.
 pub(super) struct Execution {
     attempt: Attempt<RunningFingerprint>,
-    running: Running,
+    running: CountGuard,
     // The unread part of the body, if it must match that of the previous attempt.
     unread: Option<Arc<dyn UnreadBody>>,
     // Whether the request is known to have a route.
@@ -34,7 +34,7 @@ impl Execution {
     pub(super) fn new(
         attempt: Attempt<RunningFingerprint>,
         settings: &Settings,
-        running: Running,
+        running: CountGuard,
         unread: Option<Arc<dyn UnreadBody>>,
         has_route: bool,
     ) -> Self {
@@ -184,7 +184,7 @@ impl Execution {
         self,
         outcome: Outcome,
         settings: &Settings,
-    ) -> (Running, Option<impl Future<Output = ()> + Send + use<>>) {
+    ) -> (CountGuard, Option<impl Future<Output = ()> + Send + use<>>) {
         (self.running, outcome.settle(self.attempt, settings))
     }
 }

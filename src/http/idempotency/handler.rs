@@ -25,8 +25,8 @@ use crate::error::{BoxError, StoreError};
 use crate::http::lock::{AbortMarker, AbortOutcome};
 use crate::idempotency::store::{Begun, BodyFingerprint, Claim, RecordBound};
 use crate::idempotency::{
-    Attempt, ClaimResult, Granted, IdempotencyHandle, OnDisconnect, OnUnknown, Operation, OperationContext, Rejection,
-    Running, ScopeBound, Verdict,
+    Attempt, ClaimResult, CountGuard, Granted, IdempotencyHandle, OnDisconnect, OnUnknown, Operation, OperationContext,
+    Rejection, ScopeBound, Verdict,
 };
 use crate::responder::{NotExecuted, Responder};
 use crate::store::token::Token;
@@ -36,8 +36,8 @@ const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
 /// The maximum `Retry-After` of a request in flight, however long the lease may last: most handlers end much sooner.
 const MAX_RETRY_AFTER_IN_FLIGHT: Duration = Duration::from_secs(5);
 
-/// The bounds of `Retry-After` for a caller with too many records. At most an hour, because records may end sooner than the store
-/// knows.
+/// The bounds of `Retry-After` for a caller with too many records. At most an hour, because a record may be released before it
+/// expires.
 const MIN_RETRY_AFTER: Duration = Duration::from_secs(1);
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(3_600);
 
@@ -49,7 +49,7 @@ pub(super) fn guard<S, K, A, B, R>(
     inner: &mut S,
     request: Request<B>,
     operation: (Operation, RecordBound),
-    running: Running,
+    running: CountGuard,
     shared: Arc<Shared<K, A>>,
 ) -> DetachableFuture<R, S::Error>
 where
@@ -262,10 +262,10 @@ fn context<B>(
     Ok(OperationContext::new(&settings.coordinator, operation, claim, fingerprint))
 }
 
-/// A request, and its place among the running ones.
+/// A request, and the guard that counts it as running.
 struct AdmittedRequest<B> {
     request: Request<B>,
-    running: Running,
+    running: CountGuard,
 }
 
 /// Starts the execution. The handler is `None` if another attempt may have started, or if the body differs from that of the previous

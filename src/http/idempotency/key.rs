@@ -9,7 +9,7 @@ use crate::key::Key;
 
 /// The maximum length of a key, in characters.
 const MAX_LEN: usize = 255;
-/// The maximum length of a header value: with every character escaped, the quotes, and parameters.
+/// The maximum length of a header value: a key with every character escaped, two quotes, and 512 bytes of parameters.
 const MAX_VALUE_LEN: usize = 2 * MAX_LEN + 2 + 512;
 
 /// The key of a request; `None` without the header.
@@ -31,7 +31,7 @@ pub(super) fn parse(value: &[u8]) -> Result<Cow<'_, [u8]>, InvalidKey> {
         Some(_) if value.len() > MAX_VALUE_LEN => return Err(InvalidKey::TooLong),
         Some(b'"') => string(value)?,
         Some(_) => {
-            // A comma may separate several keys, because proxies may join repeated headers into one.
+            // Refuse commas: a proxy may have joined repeated headers, so a comma may separate several keys.
             let is_token = |byte: &u8| byte.is_ascii_graphic() && !b"\",\\".contains(byte);
             if !value.iter().take(MAX_LEN + 1).all(is_token) {
                 return Err(InvalidKey::Malformed);

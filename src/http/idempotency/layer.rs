@@ -316,7 +316,7 @@ impl<K, A> IdempotencyLayer<K, A> {
 
     /// The longest duration of a store call. Defaults to 100 ms.
     pub fn deadline(self, deadline: Duration) -> Self {
-        self.with(|settings| settings.coordinator = settings.coordinator.with(|options| options.limit = deadline))
+        self.with(|settings| settings.coordinator = settings.coordinator.with(|options| options.deadline = deadline))
     }
 
     /// When to stop calling a failing store for new requests. Defaults to [`CircuitBreaker::new`]. Meanwhile, requests are

@@ -1,4 +1,4 @@
-//! The stored form of responses: one byte version 1, the status, the headers and the trailers with their lengths, and the body.
+//! The stored form of responses: a version byte, the status, the headers and the trailers with their lengths, and the body.
 
 use std::iter;
 use std::sync::Arc;
@@ -8,6 +8,7 @@ use ::http::{HeaderMap, HeaderValue, Response, StatusCode};
 use bytes::{Buf, Bytes};
 use smallvec::{Array, SmallVec};
 
+use crate::http::upstream::is_rate_limit_field;
 use crate::idempotency::StoredResponse;
 
 /// The version of the stored form.
@@ -15,7 +16,7 @@ const VERSION: u8 = 1;
 /// An empty list of headers.
 const NO_HEADERS: [u8; 2] = [0; 2];
 
-/// Headers of one hop, one moment or one request. They would be wrong in a replay.
+/// Hop-by-hop headers and per-response headers such as `Date`. They would be wrong in a replay.
 const NOT_KEPT: &[&str] = &[
     "age",
     "connection",
@@ -34,15 +35,15 @@ const NOT_KEPT: &[&str] = &[
     "x-request-id",
 ];
 
-/// Builds the stored form of a response. The body is added at the end.
+/// Builds the stored form of a response. `count_data` only counts the body, and `finish` adds it.
 pub(in crate::http) struct Recorder {
     // A few headers fit without an allocation.
     head: SmallVec<[u8; 96]>,
     trailers: SmallVec<[u8; 16]>,
     len: usize,
     max: usize,
-    // Whether the stored form has room for all headers and trailers.
-    is_representable: bool,
+    // Whether all counts and lengths of headers and trailers fit into their integers.
+    lengths_fit: bool,
     status: StatusCode,
 }
 
@@ -52,9 +53,9 @@ impl Recorder {
         head.push(VERSION);
         head.extend_from_slice(&status.as_u16().to_le_bytes());
         let is_kept = |name: &HeaderName| is_kept(name, headers) && (keeps_cookies || name != header::SET_COOKIE);
-        let is_representable = put(&mut head, headers, is_kept);
+        let lengths_fit = write_headers(&mut head, headers, is_kept);
         let len = head.len();
-        Self { head, trailers: SmallVec::new(), len, max, is_representable, status }
+        Self { head, trailers: SmallVec::new(), len, max, lengths_fit, status }
     }
 
     /// Whether the part that was recorded so far fits into the stored form and the maximum size.
@@ -64,22 +65,22 @@ impl Recorder {
 
     /// The same, with `more` bytes besides the recorded ones.
     pub(in crate::http) const fn fits_with(&self, more: usize) -> bool {
-        self.is_representable && self.len.saturating_add(more) <= self.max
+        self.lengths_fit && self.len.saturating_add(more) <= self.max
     }
 
-    pub(in crate::http) fn data(&mut self, data: &Bytes) {
+    pub(in crate::http) fn count_data(&mut self, data: &Bytes) {
         self.len = self.len.saturating_add(data.len());
     }
 
-    pub(in crate::http) fn trailers(&mut self, trailers: &HeaderMap) {
+    pub(in crate::http) fn set_trailers(&mut self, trailers: &HeaderMap) {
         // If there are several sets of trailers, the last one counts.
         self.len -= self.trailers.len();
         self.trailers.clear();
-        self.is_representable &= put(&mut self.trailers, trailers, |_| true);
+        self.lengths_fit &= write_headers(&mut self.trailers, trailers, |_| true);
         self.len = self.len.saturating_add(self.trailers.len());
     }
 
-    /// The stored form of the response; of its status alone if it is incomplete or does not fit.
+    /// The stored form of the response, and true. If the response is incomplete or too large: the stored form of its status, and false.
     pub(in crate::http) fn finish<'a>(
         &self,
         body: impl Iterator<Item = &'a Bytes>,
@@ -87,7 +88,7 @@ impl Recorder {
     ) -> (Arc<[u8]>, bool) {
         let is_kept = is_whole && self.fits();
         if !is_kept {
-            return (Arc::from(mark(self.status).as_slice()), false);
+            return (Arc::from(status_only(self.status).as_slice()), false);
         }
         let trailers = if self.trailers.is_empty() { NO_HEADERS.as_slice() } else { &self.trailers };
         let len = self.len - self.trailers.len() + trailers.len();
@@ -104,7 +105,7 @@ impl Recorder {
 }
 
 /// Stands for a response that was not stored: its status without headers.
-pub(in crate::http) fn mark(status: StatusCode) -> [u8; 5] {
+pub(in crate::http) fn status_only(status: StatusCode) -> [u8; 5] {
     let [low, high] = status.as_u16().to_le_bytes();
     let [none, nothing] = NO_HEADERS;
     [VERSION, low, high, none, nothing]
@@ -112,13 +113,13 @@ pub(in crate::http) fn mark(status: StatusCode) -> [u8; 5] {
 
 impl StoredResponse {
     /// For an operation of an [`IdempotencyLayer`](crate::IdempotencyLayer): the whole response is replayed, including trailers
-    /// and cookies. Only headers of one hop, one moment or one request are left out.
+    /// and cookies. Only hop-by-hop headers and per-response headers such as `Date` are left out.
     pub fn with_trailers<B: Into<Bytes>>(response: Response<B>, trailers: &HeaderMap) -> Self {
         let (head, body) = response.into_parts();
         let body = body.into();
         let mut recorder = Recorder::new(head.status, &head.headers, true, usize::MAX);
-        recorder.data(&body);
-        recorder.trailers(trailers);
+        recorder.count_data(&body);
+        recorder.set_trailers(trailers);
         let (bytes, is_kept) = recorder.finish(iter::once(&body), true);
         Self::of_record(bytes, is_kept)
     }
@@ -128,7 +129,7 @@ impl StoredResponse {
     #[cfg(feature = "grpc")]
     pub fn of_message(message: impl AsRef<[u8]>) -> Self {
         let message = message.as_ref();
-        // The prefix of a message: not compressed, and its length.
+        // The prefix of a gRPC message: 0 for no compression, and the length.
         let len = u32::try_from(message.len()).unwrap_or(u32::MAX);
         let body = [&[0], len.to_be_bytes().as_slice(), message].concat();
         let mut response = Response::new(body);
@@ -138,7 +139,7 @@ impl StoredResponse {
     }
 }
 
-/// The whole response is replayed, including cookies. Only headers of one hop, one moment or one request are left out.
+/// The whole response is replayed, including cookies. Only hop-by-hop headers and per-response headers such as `Date` are left out.
 impl<B: Into<Bytes>> From<Response<B>> for StoredResponse {
     fn from(response: Response<B>) -> Self {
         Self::with_trailers(response, &HeaderMap::new())
@@ -148,22 +149,25 @@ impl<B: Into<Bytes>> From<Response<B>> for StoredResponse {
 /// Only the status is stored: a retry learns that the operation was completed.
 impl From<StatusCode> for StoredResponse {
     fn from(status: StatusCode) -> Self {
-        Self::of_record(mark(status).as_slice().into(), false)
+        Self::of_record(status_only(status).as_slice().into(), false)
     }
 }
 
-/// Whether a header belongs to the response, and not to its transport.
+/// Whether a header is stored. Not those in [`NOT_KEPT`], rate-limit fields, and headers that `Connection` names.
 fn is_kept(name: &HeaderName, headers: &HeaderMap) -> bool {
     let is_of_connection = || {
         let tokens = headers.get_all(header::CONNECTION).iter().filter_map(|value| value.to_str().ok());
         tokens.flat_map(|value| value.split(',')).any(|token| token.trim().eq_ignore_ascii_case(name.as_str()))
     };
-    let is_limit = || ["ratelimit", "x-ratelimit-"].iter().any(|prefix| name.as_str().starts_with(prefix));
-    !(NOT_KEPT.contains(&name.as_str()) || is_limit() || is_of_connection())
+    !(NOT_KEPT.contains(&name.as_str()) || is_rate_limit_field(name) || is_of_connection())
 }
 
-/// Writes a list of headers. False if the stored form has no room for it: then `out` must not be stored.
-fn put<A: Array<Item = u8>>(out: &mut SmallVec<A>, headers: &HeaderMap, is_kept: impl Fn(&HeaderName) -> bool) -> bool {
+/// Writes a list of headers. False if a count or length does not fit into its integer: then `out` must not be stored.
+fn write_headers<A: Array<Item = u8>>(
+    out: &mut SmallVec<A>,
+    headers: &HeaderMap,
+    is_kept: impl Fn(&HeaderName) -> bool,
+) -> bool {
     let count_at = out.len();
     out.extend_from_slice(&[0; 2]);
     let mut count = 0_u16;
@@ -195,14 +199,14 @@ impl Recorded {
             return None;
         }
         let status = StatusCode::from_u16(bytes.try_get_u16_le().ok()?).ok()?;
-        let headers = get(&mut bytes)?;
+        let headers = read_headers(&mut bytes)?;
         // A response that was not stored ends here.
-        let trailers = if bytes.is_empty() { HeaderMap::new() } else { get(&mut bytes)? };
+        let trailers = if bytes.is_empty() { HeaderMap::new() } else { read_headers(&mut bytes)? };
         Some(Self { status, headers, body: bytes, trailers })
     }
 }
 
-fn get(bytes: &mut Bytes) -> Option<HeaderMap> {
+fn read_headers(bytes: &mut Bytes) -> Option<HeaderMap> {
     let count = bytes.try_get_u16_le().ok()?;
     let mut headers = HeaderMap::new();
     for _ in 0..count {
@@ -239,8 +243,8 @@ mod tests {
         let trailers = headers(&[("grpc-status", b"0")]);
         let mut recorder = Recorder::new(StatusCode::CREATED, &sent, false, 1_000);
         let body = ["one", "", "two"].map(|chunk| Bytes::from_static(chunk.as_bytes()));
-        body.iter().for_each(|chunk| recorder.data(chunk));
-        recorder.trailers(&trailers);
+        body.iter().for_each(|chunk| recorder.count_data(chunk));
+        recorder.set_trailers(&trailers);
         let (bytes, is_kept) = recorder.finish(body.iter(), true);
         assert!(is_kept);
         let recorded = Recorded::read(Bytes::from_owner(bytes)).unwrap();
@@ -258,6 +262,7 @@ mod tests {
             ("set-cookie", b"session=1"),
             ("ratelimit", b"r=1"),
             ("x-ratelimit-remaining", b"1"),
+            ("x-rate-limit-remaining", b"1"),
             ("content-type", b"text/plain"),
         ]);
         let kept = |keeps_cookies| {
@@ -278,7 +283,7 @@ mod tests {
         for (max, is_whole) in [(100, true), (1_000, false)] {
             let mut recorder = Recorder::new(StatusCode::OK, &sent, false, max);
             let body = [vec![b'x'; 101].into(), Bytes::from_static(b"more")];
-            body.iter().for_each(|chunk| recorder.data(chunk));
+            body.iter().for_each(|chunk| recorder.count_data(chunk));
             assert_eq!(recorder.fits(), max > 101);
             let (bytes, is_kept) = recorder.finish(body.iter(), is_whole);
             assert!(!is_kept);

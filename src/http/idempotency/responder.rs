@@ -39,7 +39,7 @@ impl HttpResponder {
         };
         let wait = wait.map(|wait| self.retry_after_secs(wait));
         let mut response = self.answer(wait, Problem { kind, status, detail: &detail, violated: Vec::new() });
-        declare_rejection(&mut response, rejection.is_half_done());
+        declare_rejection(&mut response, rejection.may_have_run());
         response
     }
 }

@@ -25,7 +25,7 @@ use crate::responder::{HttpResponder, Responder};
 /// examples.
 ///
 /// It is ready when the inner service is, because the operation is known only with the request. The ready inner service is
-/// reserved during the store call. A request that is not executed returns it unused.
+/// reserved during the store call. If the request is not executed, the reserved service is dropped unused.
 #[must_use]
 pub struct Idempotency<S, K, A = HttpResponder> {
     inner: S,
@@ -119,7 +119,7 @@ where
     }
 }
 
-/// The same key on another route is another operation.
+/// Adds method and path to the scope, so that the same key on another route is another operation.
 fn of_route<B>(scope: Key, request: &Request<B>) -> Key {
     Key::from((scope, request.method().as_str(), original_uri(request).path()))
 }

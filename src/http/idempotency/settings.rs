@@ -128,7 +128,7 @@ impl Settings {
             .field("scope", &std::any::type_name::<K>())
             .field("lease", &self.lease)
             .field("retention", &self.retention)
-            .field("deadline", &self.coordinator.options().limit)
+            .field("deadline", &self.coordinator.options().deadline)
             .field("response_policy", &self.policy)
             .field("on_missing_key", &self.on_missing_key)
             .field("on_unknown", &self.on_unknown)

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use ::http::StatusCode;
 
 use super::fingerprint::RunningFingerprint;
-use super::recorded_response::mark;
+use super::recorded_response::status_only;
 use super::settings::Settings;
 use crate::idempotency::store::Completion;
 use crate::idempotency::{Attempt, HasBodyFingerprint as _, Settlement};
@@ -57,7 +57,7 @@ impl Outcome {
                 let CompleteResponse { status, response, is_kept, .. } = response;
                 let (body_fingerprint, retention) = (fingerprint.body_fingerprint(), settings.retention);
                 let completion = Completion { response, is_kept, body_fingerprint, retention };
-                Settlement::Complete { completion, mark: mark(status) }
+                Settlement::Complete { completion, mark: status_only(status) }
             }
             Self::Released => Settlement::Release,
             Self::Completed(_) | Self::Failed if releases_failures => Settlement::Release,

@@ -28,7 +28,7 @@ use crate::http::lock::{AbortMarker, AbortOutcome};
 use crate::idempotency::{HasBodyFingerprint as _, OnDisconnect, OperationContext, Verdict};
 use crate::lock::{Held, Lease, ReleaseAt};
 
-/// The maximum number of buffered pieces between the handler and the client. A recorded response has a bounded size as well.
+/// The maximum number of buffered pieces between the handler and the client. `max_response` bounds the total size of recorded pieces.
 const PIECES: usize = 1_024;
 /// The maximum number of ready pieces that are collected before the client gets the first one.
 const MAX_READY: usize = 64;
@@ -73,7 +73,7 @@ where
     R: Body<Data = Bytes> + Send + 'static,
     R::Error: Into<BoxError>,
 {
-    /// Records the rest of the response in a task, even if the client no longer reads it.
+    /// Records the rest of the response in a task. If the client disconnects, only `OnDisconnect::Cancel` stops the task.
     pub(super) fn stream_rest(self, execution: Execution, settings: Arc<Settings>) -> Response<IdempotentBody<R>> {
         let Self { mut parts, mut chunks, mut stream, mut hint } = self;
         execution.mark_responding();
@@ -117,8 +117,9 @@ struct StreamSender<R> {
 /// Why recording stops.
 enum Stop {
     Ended(BodyEnd),
-    /// The response is too large to be stored, and its status is final. The handler has read its request body, which is the right one.
-    TooLarge,
+    /// The response is too large to be stored, and it is certain that its status is stored. The handler reads no more of the request body,
+    /// which has not failed and matches that of the previous attempt.
+    StatusOnly,
 }
 
 /// The end of a response body, which may be an error.
@@ -136,7 +137,7 @@ where
             let mut forwarding = pin!(self.stream.forward(&self.pieces, context.body()));
             poll_fn(|cx| execution.poll_under_lease(forwarding.as_mut(), cx)).await
         };
-        if !matches!(stop, Some(Stop::TooLarge)) {
+        if !matches!(stop, Some(Stop::StatusOnly)) {
             // Drop the handler first. It may own the request body, which `compare_rest` needs exclusively.
             self.stream.body = None;
             execution.record_handler_time(&self.settings);
@@ -158,7 +159,7 @@ where
         }
         let end = match stop {
             Stop::Ended(end) => Some(end),
-            Stop::TooLarge => {
+            Stop::StatusOnly => {
                 let end = self.send_unrecorded(&context).await;
                 self.settings.coordinator.metrics().handled(start);
                 end
@@ -196,7 +197,7 @@ where
             }
             let until = disconnected_until.unwrap_or(now + max_runtime);
             let mut part = pin!(timeout_at(until, self.stream.forward_next(pieces)));
-            // The handler still runs, and another attempt may start if the result is not stored yet.
+            // Stop the handler once another attempt may have started, which is possible until the result is stored.
             let under_lease = poll_fn(|cx| {
                 if context.is_lost() || lost.as_mut().poll(cx).is_ready() {
                     return Poll::Ready(None);
@@ -294,9 +295,9 @@ where
     async fn forward(&mut self, pieces: &Sender<Piece>, fingerprint: &RunningFingerprint) -> Stop {
         loop {
             // Wait for the end if the request body may still turn out to be different, or may fail.
-            let is_right = || fingerprint.is_confirmed() && fingerprint.is_final() && !fingerprint.has_failed();
-            if !self.recorder.fits() && self.classifier.is_surely_stored() && is_right() {
-                return Stop::TooLarge;
+            let body_is_settled = || fingerprint.is_confirmed() && fingerprint.is_final() && !fingerprint.has_failed();
+            if !self.recorder.fits() && self.classifier.is_surely_stored() && body_is_settled() {
+                return Stop::StatusOnly;
             }
             if let Some(end) = self.forward_next(pieces).await {
                 return Stop::Ended(end);
@@ -304,7 +305,7 @@ where
         }
     }
 
-    /// Sends the next part. Returns the end of the body.
+    /// Sends the next part. `None` until the body ends.
     async fn forward_next(&mut self, pieces: &Sender<Piece>) -> Option<BodyEnd> {
         // Yields to other tasks and timers if the body is always ready and has no reader.
         consume_budget().await;
@@ -355,12 +356,12 @@ where
     fn record(&mut self, frame: Frame<Bytes>) -> Option<Bytes> {
         match frame.into_data() {
             Ok(data) => {
-                self.recorder.data(&data);
+                self.recorder.count_data(&data);
                 (!data.is_empty()).then_some(data)
             }
             Err(frame) => {
                 if let Ok(last) = frame.into_trailers() {
-                    self.recorder.trailers(&last);
+                    self.recorder.set_trailers(&last);
                     self.trailers = last;
                 }
                 None
@@ -381,13 +382,13 @@ where
     }
 }
 
-/// Sends a part to the client, unless it has gone.
+/// Sends a part to the client, unless the client has gone.
 async fn send(pieces: &Sender<Piece>, data: Bytes, is_recorded: bool) {
     if is_recorded {
-        // Buffered parts are recorded, which bounds them.
+        // Recorded parts have a bounded total size, so the buffer may hold many of them.
         let _ = pieces.send(Piece::Data(data)).await;
     } else if let Ok(mut permits) = pieces.reserve_many(PIECES).await {
-        // The buffer is empty now. Use only one of its places, so that a slow client slows down the handler.
+        // The buffer is empty now. Send only one part, so that a slow client slows down the handler.
         if let Some(permit) = permits.next() {
             permit.send(Piece::Data(data));
         }

@@ -1,6 +1,6 @@
 //! Batches of rate limit checks that are requested at the same time.
 //!
-//! A command costs Redis as much as three checks within it, so batches allow many more checks in the same time.
+//! The overhead of one command costs Redis as much as three checks, so Redis serves many more checks in the same time if they are batched.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,12 +35,12 @@ const CONFIG: BatchConfig = BatchConfig {
 /// Into how many batches this number of checks is divided. With few checks, the round trip takes most of the time, so more batches are
 /// better. With many checks, the commands take most of the time, so fewer batches are better.
 const fn batch_count(callers: usize) -> usize {
-    if callers <= FEW { 4 } else { 2 }
+    if callers <= MAX_FOR_FOUR_BATCHES { 4 } else { 2 }
 }
 
 /// The most checks that are divided into four batches. From 24 checks on, with a client of one thread, four batches had a lower throughput
 /// than two.
-const FEW: usize = 20;
+const MAX_FOR_FOUR_BATCHES: usize = 20;
 
 /// The reply for one descriptor. The counts of most policies fit inline.
 pub(crate) type Reply = SmallVec<[u8; 32]>;
@@ -151,8 +151,8 @@ async fn send(
     replied_at
 }
 
-/// Splits the reply of the script into one for each check. `lengths`: the length of each if all checks are charged. `None` if the reply is
-/// malformed.
+/// Splits the reply of the script into one for each check. If all checks are charged, the reply is one string, and `lengths` has the length
+/// of each part. Otherwise the reply is an array. `None` if the reply is malformed.
 fn split(
     answer: &Value,
     lengths: impl ExactSizeIterator<Item = usize> + Clone,
@@ -237,7 +237,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn few_checks_use_more_batches_than_many() {
         for (number, parts) in [(16, vec![4, 4, 4, 4]), (20, vec![5, 5, 5, 5]), (32, vec![16, 16])] {
-            let (sent, mut batch_count) = mpsc::unbounded_channel();
+            let (sent, mut batch_sizes) = mpsc::unbounded_channel();
             let send = move |batch: Vec<oneshot::Sender<()>>, _| {
                 sent.send(batch.len()).unwrap();
                 async move {
@@ -246,15 +246,15 @@ mod tests {
                 }
             };
             let batcher = Arc::new(Batcher::new(CONFIG, &RuntimeHandle::here(), send));
-            let mut asking = JoinSet::new();
+            let mut callers = JoinSet::new();
             for _ in 0..number {
                 let batcher = Arc::clone(&batcher);
-                asking.spawn(async move { batcher.submit(|reply| reply).await });
+                callers.spawn(async move { batcher.submit(|reply| reply).await });
             }
-            for (turn, part) in parts.into_iter().enumerate() {
+            for (index, part) in parts.into_iter().enumerate() {
                 // Shorter than the time after which a batch is late and makes room for the next.
-                let call = tokio::time::timeout(Duration::from_millis(1), batch_count.recv()).await;
-                assert_eq!(call.unwrap_or_else(|_| panic!("call {turn} of {number}")), Some(part));
+                let call = tokio::time::timeout(Duration::from_millis(1), batch_sizes.recv()).await;
+                assert_eq!(call.unwrap_or_else(|_| panic!("call {index} of {number}")), Some(part));
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Connections that are borrowed for an instant, never for a round trip.
+//! A pool of multiplexed connections. A call clones a connection, and returns the original before it sends a command.
 
 use std::fmt;
 use std::future::pending;
@@ -22,9 +22,9 @@ use crate::backend::redis::sentinel::PrimaryTerm;
 const MIN_BACKOFF: Duration = Duration::from_millis(10);
 /// The longest pause. It is short enough for the pool to recover within a second of the server's return.
 const MAX_BACKOFF: Duration = Duration::from_millis(250);
-/// After a failed attempt, calls without a connection fail at once with its error. This ends after the sum of the next pause, the duration
-/// of the failed attempt and this time. Under load there is an attempt after every pause. After a lull the state is unknown, so a call
-/// waits for the attempt that it triggers.
+/// After a failed attempt, calls without a connection fail at once with its error until the next attempt should be over: for the next
+/// pause, plus the duration of the failed attempt, plus this margin. Under load there is an attempt after every pause. After a lull the
+/// state of the server is unknown, so a call waits for the attempt that it triggers.
 const FAILURE_VALIDITY: Duration = Duration::from_millis(100);
 
 /// Multiplexed connections to one server, or to the primary of a Sentinel service.
@@ -56,18 +56,18 @@ pub(crate) struct PoolOptions {
     pub(crate) connect: Duration,
     /// For one command.
     pub(crate) response: Duration,
-    /// Where connections are opened while this runtime exists.
+    /// The runtime in which connections are opened. After it has ended, the runtime of the caller is used.
     pub(crate) runtime: Arc<RuntimeHandle>,
 }
 
 /// An attempt to connect that failed.
 struct ConnectFailure {
     error: RedisError,
-    // When the next attempt should be over.
+    // When the next attempt should be over. Then calls no longer fail with this error.
     until: Instant,
 }
 
-/// What all pools of one server share about attempts to connect and about open connections. One of them logs for all.
+/// The state of attempts to connect and of open connections, which all pools of one server share. So only one of the pools logs a change.
 #[derive(Default)]
 pub(crate) struct ServerState {
     // The last attempt to connect, if it failed.
@@ -155,8 +155,8 @@ impl Pool {
         self.exchange(command, false, None).await
     }
 
-    /// Like [`send`](Self::send), with an optional timeout and an optional ASKING, for a node that takes over the slot of the key. With a
-    /// longer timeout, it fails once the default timeout has passed and the Sentinels have named another primary.
+    /// Like [`send`](Self::send), with an optional timeout and an optional ASKING, for a node that takes over the slot of the key. If
+    /// `timeout` exceeds the default one, the call fails once the default has passed and the Sentinels have named another primary.
     pub(crate) async fn exchange(
         &self,
         command: &Cmd,
@@ -237,7 +237,7 @@ impl PoolInner {
         let started = Instant::now();
         let applies = |last_failure: &Option<ConnectFailure>| {
             let recent = last_failure.as_ref().is_some_and(|failure| started < failure.until);
-            // If there is a connection, it is only borrowed, and comes back within an instant.
+            // If the pool has a connection, another call holds it, but only for an instant.
             recent && self.pool.state().connections == 0
         };
         let mut last_failure = self.last_failure.clone();
@@ -353,7 +353,7 @@ impl Manager {
 }
 
 impl ServerState {
-    /// Waits until an attempt that began after `started` has succeeded, and then [`LATE_AFTER`] longer than that attempt took.
+    /// Waits until an attempt that began after `started` has succeeded, and then for the duration of that attempt plus [`LATE_AFTER`].
     async fn overtaken(&self, started: Instant) {
         let is_later = |success: &Option<(Instant, Duration)>| success.is_some_and(|(at, _)| at > started);
         let mut success = self.success_sender.subscribe();

@@ -15,7 +15,7 @@ use super::timeout_error::no_connection;
 /// The pause after a failed attempt to connect. Doubles with each further failure.
 const MIN_PAUSE: Duration = Duration::from_millis(10);
 const MAX_PAUSE: Duration = Duration::from_millis(500);
-/// How long a connection must last after a confirmation to count as stable. A connection that always ends at once is a failure.
+/// How long a connection must last after a confirmation to count as stable. A connection that ends sooner counts as a failure.
 const STABLE_AFTER: Duration = Duration::from_secs(1);
 /// How often to request a read of the slot map while a node accepts no connection.
 const MAP_REFRESH_INTERVAL: Duration = Duration::from_secs(1);
@@ -28,7 +28,7 @@ const CHUNK_SIZE: usize = 256;
 #[derive(Default)]
 pub(crate) struct Subscriptions {
     pub(crate) confirmed: HashSet<Arc<str>>,
-    // Channels that the user may not use, and when to retry them.
+    // Channels that the Redis user may not use, and when to retry them.
     pub(crate) refused: Vec<Arc<str>>,
     pub(crate) retry_at: Option<Instant>,
     // When the first channel was confirmed.
@@ -37,14 +37,14 @@ pub(crate) struct Subscriptions {
     is_failing: bool,
 }
 
-/// Subscribes at a server for as long as it has any of the channels.
+/// Subscribes at a server, and reconnects, until no channel is assigned to the server any more.
 pub(crate) async fn run(shared: Arc<Shared>, server: Server) {
     let (mut pause, mut is_failing) = (Duration::ZERO, false);
     loop {
         let mut subscriptions = Subscriptions { is_failing, ..Subscriptions::default() };
         let failure = match open(&shared, &server).await {
             Ok(listener) => match listen(&shared, &server, listener, &mut subscriptions).await {
-                // The server has no channels any more. The next listener starts another task.
+                // No channel is assigned to the server any more. The next one starts another task.
                 Ok(()) => return,
                 Err(error) => error,
             },
@@ -121,7 +121,7 @@ async fn listen(
     }
 }
 
-/// Subscribes to new channels and unsubscribes from unused ones. Returns when the next channel becomes unused.
+/// Subscribes to new channels and unsubscribes from unused ones. Returns the time at which the next channel becomes unused.
 pub(crate) async fn sync(
     shared: &Shared,
     server: &Server,
@@ -179,7 +179,7 @@ impl Subscriptions {
         self.confirmed_at.is_some_and(|at| at.elapsed() >= STABLE_AFTER)
     }
 
-    /// Logs the recovery once the connection is stable, if the failure was logged. Returns when to check again.
+    /// Logs the recovery once the connection is stable, if the failure was logged. Returns the time of the next check.
     fn log_recovery(&mut self, shared: &Shared, server: &Server) -> Option<Instant> {
         if !self.is_failing {
             return None;

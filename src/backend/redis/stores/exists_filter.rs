@@ -32,7 +32,7 @@ impl ExistsFilterStore for RedisBackend {
     async fn read_block(&self, filter: &Key, version: &Token, block: u32) -> Result<Option<Block>, StoreError> {
         let start = Layout::HEADER_LEN + Layout::BLOCK_LEN * block as usize;
         let bits = self.inner.keys.filter_bits(filter, version);
-        // Shorter past the end.
+        // Past the end, Redis returns fewer bytes, and the result is `None`.
         Ok(self.read(&bits, start, Layout::BLOCK_LEN).await?.try_into().ok())
     }
 
@@ -65,19 +65,19 @@ impl ExistsFilterStore for RedisBackend {
         ttl: Duration,
     ) -> Result<bool, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        let names = Names::new(keys, filter, seen);
+        let filter_keys = FilterKeys::new(keys, filter, seen);
         let since = VersionIds::new(seen.active, Some(*version));
         let (seen, since) = (encode_ids(seen), encode_ids(&since));
         let bits = keys.filter_bits(filter, version);
-        let names: [&str; 3] = [&names.versions, &bits, names.building()];
-        is_done(&scripts.exists_filter.begin(servers, names, (&seen, &since), ttl).await?)
+        let redis_keys: [&str; 3] = [&filter_keys.versions, &bits, filter_keys.building()];
+        is_done(&scripts.exists_filter.begin(servers, redis_keys, (&seen, &since), ttl).await?)
     }
 
     async fn add_bits(&self, filter: &Key, seen: &VersionIds, bits: &NewBits) -> Result<Added, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        let names = Names::new(keys, filter, seen);
-        let names: [&str; 3] = [&names.versions, names.active(), names.building()];
-        let reply = scripts.exists_filter.add(servers, names, &encode_ids(seen), bits).await?;
+        let filter_keys = FilterKeys::new(keys, filter, seen);
+        let redis_keys: [&str; 3] = [&filter_keys.versions, filter_keys.active(), filter_keys.building()];
+        let reply = scripts.exists_filter.add(servers, redis_keys, &encode_ids(seen), bits).await?;
         match integers::<3>(&reply) {
             Some([0, ..]) => Ok(Added::Changed),
             Some([1, active, building]) => Ok(Added::Done { active: active == 1, building: building == 1 }),
@@ -94,10 +94,10 @@ impl ExistsFilterStore for RedisBackend {
         ttl: Duration,
     ) -> Result<bool, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        let names = Names::new(keys, filter, seen);
+        let filter_keys = FilterKeys::new(keys, filter, seen);
         let (seen, ended) = (encode_ids(seen), encode_ids(&seen.after_build(is_complete)));
-        let names: [&str; 3] = [&names.versions, names.building(), names.active()];
-        is_done(&scripts.exists_filter.end(servers, names, (&seen, &ended), is_complete, ttl).await?)
+        let redis_keys: [&str; 3] = [&filter_keys.versions, filter_keys.building(), filter_keys.active()];
+        is_done(&scripts.exists_filter.end(servers, redis_keys, (&seen, &ended), is_complete, ttl).await?)
     }
 
     fn reach(&self) -> Reach {
@@ -105,32 +105,32 @@ impl ExistsFilterStore for RedisBackend {
     }
 }
 
-/// The keys of a filter with these versions.
-struct Names {
+/// The Redis keys of a filter: of its version ids, and of the bits of each version.
+struct FilterKeys {
     versions: String,
     active: Option<String>,
     building: Option<String>,
 }
 
-impl Names {
+impl FilterKeys {
     fn new(keys: &Keys, filter: &Key, ids: &VersionIds) -> Self {
         let bits = |version: &Option<Token>| version.as_ref().map(|version| keys.filter_bits(filter, version));
         Self { versions: keys.filter_versions(filter), active: bits(&ids.active), building: bits(&ids.building) }
     }
 
-    /// The active version, or the key that the scripts take for none.
+    /// The key of the active version. Without an active version, the key of the version ids, only to fill the argument.
     fn active(&self) -> &str {
         self.active.as_deref().unwrap_or(&self.versions)
     }
 
-    /// Likewise the unfinished version.
+    /// Likewise the key of the unfinished version.
     fn building(&self) -> &str {
         self.building.as_deref().unwrap_or(&self.versions)
     }
 }
 
 impl RedisBackend {
-    /// The header of a version. `None` if it is missing, damaged or in the other state.
+    /// The header of a version. `None` if it is missing or damaged, or if its state (active or unfinished) is not `is_active`.
     async fn version(
         &self,
         filter: &Key,
@@ -196,7 +196,7 @@ fn encode_ids(ids: &VersionIds) -> Vec<u8> {
 fn decode_ids(value: &[u8]) -> Option<VersionIds> {
     let [1, ids @ ..] = value else { return None };
     if ids.len() == 7 {
-        // The time at which an addition found no versions.
+        // There are no ids. The value is the time at which an addition found no versions.
         return Some(VersionIds::default());
     }
     let [active, building] = ids.as_chunks::<16>().0 else { return None };
@@ -204,7 +204,8 @@ fn decode_ids(value: &[u8]) -> Option<VersionIds> {
     (ids.len() == 32).then(|| VersionIds::new(id(active), id(building)))
 }
 
-/// Decodes a header: see `cache_filter_header.lua`. The time in milliseconds at which the version became active comes with it.
+/// Decodes a header: see `cache_filter_header.lua`. Returns the version and, if it is active, the time in milliseconds at which it became
+/// active.
 fn decode_header(header: &[u8; Layout::HEADER_LEN]) -> Option<(Version, Option<u64>)> {
     let number = |at: std::ops::Range<usize>| header[at].iter().rev().fold(0, |sum, byte| sum << 8 | u64::from(*byte));
     let is_active = match header.first_chunk::<6>()? {
