@@ -39,7 +39,7 @@
 //! | [`lock`] | [`Locks`], [`Lease`], [`LockLayer`], and the store trait of locks |
 //! | [`idempotency`] | requests and operations that run once: `IdempotencyLayer`, [`Idempotent`](idempotency::Idempotent), and their store trait |
 //! | [`delay_queue`] | jobs that run later: [`DelayQueue`], [`DelayQueueWorker`], [`Job`], and their store trait |
-//! | [`cache`] | [`Cache`], whose misses are loaded once by all processes, [`ExistsFilter`], and their store traits |
+//! | [`cache`] | [`Cache`], which loads each missing value once for all processes, [`ExistsFilter`], and their store traits |
 //! | [`single_flight`] | equal requests in this process share one call of a service |
 //! | [`backend`] | [`MemoryBackend`], `RedisBackend`, [`connect`], `connect_with`, and the [shutdown](backend#shutdown) |
 //! | `http` (feature `http`) | keys, responses and header fields for HTTP |
@@ -52,8 +52,8 @@
 //!
 //! # Terms
 //!
-//! A *store* is a value whose type has the store trait of a capability. A *backend* is a store that keeps the data. A *decision* is the
-//! outcome of a check: allowed or denied. A *rejection* is the refusal by a layer. A *[store error](StoreError)* means that the backend
+//! A *store* is a value whose type implements the store trait of a capability. A *backend* is a store that keeps the data. A *decision* is
+//! the outcome of a check: allowed or denied. A *rejection* is the refusal by a layer. A *[store error](StoreError)* means that the backend
 //! failed or was late. These have separate types, so "denied" and "Redis is down" cannot be confused.
 //!
 //! # Guarantees
@@ -65,8 +65,8 @@
 //! * Every key in Redis has a time to live. Every client value, whatever its bytes, becomes a short [`Key`].
 //! * A decision usually takes one round trip. A key that is blocked, or that was counted under other limits before, takes two. Each shadow
 //!   policy beside an enforced one takes one more. A decision takes no longer than its deadline. After that [`RateLimitFallback`] applies.
-//! * A decision for several keys is one call. On a cluster it is one call for each key. If one of these is denied, the charges of the others
-//!   are refunded if their nodes reply.
+//! * A decision for several keys is one call. On a cluster it is one call for each key. If one key is denied, the charges of the other
+//!   keys are refunded, provided that their nodes reply.
 //! * A lock has one live lease, and its holder learns of a loss before the lock can be granted again. A failover, or a process that is
 //!   suspended, can break this. So each grant has a larger [fencing token](Lease::fence) than all earlier grants, and the storage can
 //!   refuse a late holder.
@@ -75,8 +75,8 @@
 //!   [`OnUnknown::Retry`](idempotency::OnUnknown::Retry) and [`OnStoreError::Allow`], and a failover that loses the record.
 //! * With one Redis primary, one process at a time loads a missing value of a [`Cache`], as long as that process renews its lease. Values
 //!   that must not be cached are an exception. A load that began before an invalidation is not stored after it.
-//! * A job of a delay queue never runs early, and runs at least once unless it is cancelled or dead. It has one state, and only the holder
-//!   of its last lease can finish it. It may run more than once, and a failover may lose it.
+//! * A job of a delay queue never runs early, and runs at least once unless it is cancelled or dead. It is in one state at a time, and only
+//!   the holder of its last lease can finish it. It may run more than once, and a failover may lose it.
 //! * No future blocks a thread. No task outlives the backend that it serves, with three exceptions. A connection attempt ends with its
 //!   timeout. A task that releases a lease ends at the latest when the lease has expired. A detached handler runs to its end: an
 //!   idempotency layer detaches handlers whose client has disconnected, and a lock layer does so if you configure it.

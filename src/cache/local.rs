@@ -1,4 +1,4 @@
-//! The tier in this process: values that the store would return too, as far as its notifications tell.
+//! The local tier: values that this process keeps until a notification of the store reports a change.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -14,7 +14,8 @@ use crate::key::Key;
 pub(super) struct Local<T> {
     entries: Entries<Key, Arc<LocalEntry<T>>>,
     max_age: Duration,
-    // Calls of `remove` and `remove_tag`. Locked while an entry is inserted, so that it is not inserted after its removal.
+    // The number of calls of `remove` and `remove_tag`. Locked during an insert, so that no removal comes between the comparison of this
+    // number and the insert.
     removals: Mutex<u64>,
 }
 
@@ -22,7 +23,7 @@ pub(super) struct Local<T> {
 struct LocalEntry<T> {
     id: EntryId,
     found: Found<T>,
-    // Until then it is fresh, and young enough.
+    // Until then the entry is fresh, and was read at most `max_age` ago.
     valid_until: Instant,
     changes: Notifications,
 }
@@ -34,12 +35,12 @@ pub(super) struct StateBeforeRead {
 }
 
 impl<T: Send + Sync + 'static> Local<T> {
-    /// At most this number of entries, each for this time.
+    /// Keeps at most `entries` entries, each for at most `max_age`.
     pub(super) fn new(entries: u64, max_age: Duration) -> Self {
         Self { entries: Entries::new(entries), max_age, removals: Mutex::new(0) }
     }
 
-    /// Call it before an entry is read. `changes` notifies of its changes from now on.
+    /// Call this before you read an entry from the store. `changes` notifies of changes of that entry from now on.
     pub(super) fn before_read(&self, changes: Notifications) -> StateBeforeRead {
         StateBeforeRead { removals: *self.lock(), changes }
     }
@@ -51,7 +52,7 @@ impl<T: Send + Sync + 'static> Local<T> {
         is_valid.then(|| entry.lookup())
     }
 
-    /// Without the store: a value that has not changed as far as this process knows, fresh or stale.
+    /// For a failing store: a value, fresh or stale, for which no message about a change has arrived.
     pub(super) fn get_during_outage(&self, key: &Key) -> Option<Lookup<T>> {
         let entry = self.entries.get(key)?;
         (Instant::now() < entry.found.expires && !entry.changes.has_message()).then(|| entry.lookup())

@@ -41,7 +41,7 @@ pub trait CacheStore {
 
     /// Claims the lease of a key, for a caller that has seen the entry `seen`.
     ///
-    /// If the entry is another one by now, nothing is claimed: look again. If the token holds the lease already, it is renewed.
+    /// If the entry is no longer `seen`, nothing is claimed: read the entry again. If the token holds the lease already, renews the lease.
     fn claim(
         &self,
         key: &CacheKey,
@@ -49,11 +49,11 @@ pub trait CacheStore {
         claim: &Claim,
     ) -> impl Future<Output = Result<Claimed, StoreError>> + Send;
 
-    /// Renews a lease for its whole time. False if the token does not hold it. An ended lease does not come back.
+    /// Renews a lease: it lasts [`Claim::lease`] from now on. False if the token does not hold it. An ended lease does not come back.
     fn renew(&self, key: &CacheKey, claim: &Claim) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Stores an entry, ends the lease, and notifies waiters, if the token holds the lease. True also for a repeated call, while the entry
-    /// of the token is stored. Otherwise false, and nothing changes.
+    /// If the token holds the lease: stores an entry, ends the lease, notifies waiters, and returns true. A repeated call also returns
+    /// true, while the entry of the token is stored. Otherwise returns false, and nothing changes.
     fn put(
         &self,
         key: &CacheKey,
@@ -95,19 +95,19 @@ pub trait CacheStore {
         ttl: Duration,
     ) -> impl Future<Output = Result<Token, StoreError>> + Send;
 
-    /// Removes the generation of a tag. Entries with it are then no longer valid, and never again.
+    /// Removes the generation of a tag. Entries with that generation become invalid for good.
     fn invalidate_tag(&self, tag: &CacheKey) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// Notifications for a waiter, after each `put`, `release`, `set`, `invalidate` or `expire` that takes effect. The future is ready once
-    /// no notification can be missed. Look again then, and after each notification. A store without notifications returns
+    /// no notification can be missed. Read the entry then, and after each notification. A store without notifications returns
     /// [`Notifications::none`].
     fn watch(&self, key: &CacheKey) -> impl Future<Output = Notifications> + Send;
 
     /// The reach within which at most one load of a key runs at a time.
     fn reach(&self) -> Reach;
 
-    /// Adds work to the shutdown of the backend, which closes it and waits for it: see [`backend`](crate::backend#shutdown). A store that
-    /// wraps another one has to pass the call on. Defaults to nothing, for a store without a shutdown.
+    /// Adds `target` to the shutdown of the backend, which closes it and waits for its work: see [`backend`](crate::backend#shutdown). A
+    /// store that wraps another one has to pass the call on. Defaults to nothing, for a store without a shutdown.
     fn add_to_shutdown(&self, target: &ShutdownTarget) {
         let _ = target;
     }
@@ -121,7 +121,7 @@ pub struct EntryId {
 }
 
 impl EntryId {
-    /// The id from a store: at most 16 bytes, further ones are ignored. For an entry that cannot be read it may have any length.
+    /// An id from the first 16 of these bytes. Fewer bytes make a shorter id, for instance for an entry that the store cannot read.
     #[must_use]
     pub fn new(bytes: &[u8]) -> Self {
         let mut id = Self::default();
@@ -171,7 +171,7 @@ pub struct Entry {
     pub expires_in: Duration,
     /// How long its load took.
     pub load_time: Duration,
-    /// Its tags. It is valid while all have these generations. The cache checks this, not the store.
+    /// Its tags. The entry is valid while each tag still has the generation given here. The cache checks this, not the store.
     pub tags: Vec<TagGeneration>,
 }
 
@@ -304,14 +304,14 @@ pub enum Claimed {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Mark {
-    /// It has failed.
+    /// The load has failed.
     Failed {
         /// The time until the next load may begin.
         retry_after: Duration,
     },
     /// The value must not be stored: each caller loads its own, without a lease.
     Uncached {
-        /// How long this holds.
+        /// The time until the mark ends.
         remaining: Duration,
     },
 }

@@ -121,16 +121,16 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
         self.with(|options| options.absent_for = time.min(NewEntry::MAX_TTL))
     }
 
-    /// By which part, at most, the time for which an entry is fresh is shortened at random, so that entries that were stored together do not
-    /// expire together. From 0 to 1; defaults to 0.1.
+    /// Shortens the fresh time of each entry at random, by at most this part of it. So entries that were stored together do not expire
+    /// together. From 0 to 1; defaults to 0.1.
     #[must_use]
     pub fn jitter(self, part: f64) -> Self {
         let part = if part.is_nan() { 0.0 } else { part.clamp(0.0, 1.0) };
         self.with(|options| options.jitter = part)
     }
 
-    /// How early a value may be loaded again while it is still fresh, as a multiple of the time that its last load took. The nearer its
-    /// end, the likelier a call starts a load in the background (XFetch). Defaults to 1; with 0, never.
+    /// How early a value may be loaded again while it is still fresh, as a multiple of the time that its last load took. The nearer
+    /// the end of its fresh time, the likelier a call starts a load in the background (XFetch). Defaults to 1; with 0, never.
     #[must_use]
     pub fn early_refresh(self, factor: f64) -> Self {
         let factor = if factor.is_nan() { 0.0 } else { factor.max(0.0) };
@@ -216,7 +216,8 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
         self
     }
 
-    /// This cache, whose loads and calls of [`set`](Self::set) give these tags to their entries: at most 16, instead of those of `self`.
+    /// Returns a clone of this cache with these tags, at most 16, instead of the tags of `self`. The clone gives the tags to the entries
+    /// that its loads and its calls of [`set`](Self::set) store.
     /// [`invalidate_tag`](Self::invalidate_tag) removes all entries with a tag. Use the same tags for all calls with the same key.
     ///
     /// ```
@@ -258,7 +259,7 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
         CacheKey::new(self.inner.options.name, key)
     }
 
-    /// Later calls neither join the load of a key nor get an entry of this process.
+    /// Removes the local entry of a key, and keeps later calls from joining its load.
     fn forget(&self, key: &CacheKey) {
         self.flights.close_to_new_callers(key);
         self.inner.forget(key);
@@ -298,7 +299,7 @@ impl<T: Send + Sync + 'static, C> Cache<T, C> {
     /// Invalidates all entries with a tag, however many they are. A load with this tag that began before this call is not served to later
     /// calls.
     ///
-    /// Other processes may serve the entries for up to one second, since they ask the store once a second.
+    /// Other processes may serve the entries for up to one second, since they read the state of a tag once a second.
     ///
     /// # Errors
     ///
@@ -466,10 +467,10 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         }
         let claim = Claim { token: Token::random()?, lease: self.inner.options.lease };
         let (inner, canceller) = (self.inner.clone(), self.inner.clone());
-        // No caller waits for a background load longer than `soft_timeout`, so the load that started it cannot wait for itself forever.
+        // A background load starts a new chain: no caller waits for it longer than `soft_timeout`, so no cycle through it waits forever.
         let keys = loader.batch_keys().unwrap_or_else(|| [key].into());
         let chain = Arc::new(Chain { flights, keys, outer: outer.filter(|_| !is_background) });
-        // After the loader only the store call is left: an entry or a mark is stored, also if the callers have gone.
+        // When the loader has ended, only its result must be stored, as an entry or a mark. This happens even if the callers have gone.
         let runs_without_callers = Arc::new(AtomicBool::new(is_background));
         let loader = EndTracker { loader, has_ended: Arc::clone(&runs_without_callers) };
         let load =
@@ -510,7 +511,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         self.inner.client.metrics().served(served);
     }
 
-    /// For a service around the cache: whether a fresh value is loaded again already.
+    /// For a service around the cache: whether to load a value again although it is still fresh.
     #[cfg(feature = "http")]
     pub(crate) fn refreshes_early(&self, found: &Found<T>) -> bool {
         self.inner.options.refreshes_early(found.fresh_for(), found.load_time)

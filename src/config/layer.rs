@@ -51,7 +51,7 @@ struct Active<B, A> {
 /// The limit of one rule.
 pub(super) enum RuleLimit<S, B, A> {
     Always(Limit<S, B, A, ChargeAlways>),
-    /// A separate variant, because it needs a handle for each request.
+    /// A separate variant, because a charge that depends on the response needs a handle for each request.
     ByResponse(Limit<S, B, A, RuleCharge>),
 }
 
@@ -155,7 +155,7 @@ impl<B: Clone, A: Clone> Shared<B, A> {
         self.limit_by(&self.handle.current(), method, path, inner)
     }
 
-    /// Like [`limit`](Self::limit), with the rules at the arrival of the request.
+    /// Like [`limit`](Self::limit), with `rules`, which were current when the request arrived.
     fn limit_by<S>(
         &self,
         rules: &Arc<CompiledRules>,
@@ -185,7 +185,7 @@ impl<B: Clone, A: Clone> Shared<B, A> {
         }
     }
 
-    /// The limits of these rules, which become the active ones unless newer rules are.
+    /// Returns the limits of `rules`. Makes them the active limits, unless newer rules have replaced `rules`.
     fn activate(&self, rules: &Arc<CompiledRules>) -> Arc<Active<B, A>> {
         let new = Arc::new(Active::new(Arc::clone(rules)));
         let mut limits = Arc::clone(&new);
@@ -282,7 +282,7 @@ mod tests {
         assert!(first.limits[0].get().is_some(), "a request uses these limits");
     }
 
-    /// Regression: it replaced the limits of the new rules with those of the old ones, and the next request created them again.
+    /// Regression: a request under old rules replaced the limits of the new rules, and the next request created the new limits again.
     #[test]
     fn request_under_old_rules_keeps_new_limits() {
         let shared = RulesLayer::new(MemoryBackend::new(), rules(1)).shared;

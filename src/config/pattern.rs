@@ -3,7 +3,8 @@
 /// The maximum length of a pattern, in bytes.
 const MAX_PATH: usize = 1_024;
 
-/// The maximum number of parameters in a pattern. The router has no more internal names and panics at one more. `{*name}` needs none.
+/// The maximum number of parameters in a pattern. The router gives each an internal name, and panics if it needs more than 25 names.
+/// `{*name}` needs none.
 const MAX_PARAMETERS: usize = 25;
 
 /// Refuses patterns that match no request, are too long, or would make the router panic.
@@ -55,7 +56,7 @@ fn check_spelling(path: &str) -> Result<(), String> {
 const ESCAPES: &str = "to match the character itself, write `%2A` (*), `%3A` (:), `%3C` (<), `%2B` (+), `%24` ($), `%5B` ([), `%5D` (]), `%5C` (\\), \
      `%5E` (^) or `%7C` (|)";
 
-/// Characters that RFC 3986 allows in no path, and `*`. If a client sends one unescaped, the pattern with its escape matches.
+/// Characters that RFC 3986 allows in no path, and `*`. A pattern with the escape also matches a request with the unescaped character.
 const NOT_IN_PATHS: [char; 6] = ['*', '[', ']', '\\', '^', '|'];
 
 /// The meaning of a segment in another system.

@@ -163,7 +163,7 @@ impl<'de> Deserializer<'de> for &'de Located {
 
     fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, ParseError> {
         match self.value {
-            // The value may be missing by mistake, and the default of the field may be wide, such as all methods.
+            // A null is refused: it may be a mistake, and the default of the field may match too much, such as all methods.
             Value::Null => Err(ParseError::new("missing value: leave the field out for its default").at(self.offset)),
             _ => visitor.visit_some(self),
         }
@@ -251,7 +251,7 @@ impl Entry {
     }
 }
 
-/// `{ percent = 10 }`
+/// An enum variant with a value, such as `{ percent = 10 }`.
 struct Variant<'de> {
     entry: &'de Entry,
 }

@@ -62,7 +62,7 @@ impl JobId {
         self.0.as_bytes()
     }
 
-    /// The id without its last character, and the value of that digit; `None` if its length or last character is not that of a ULID.
+    /// The id without its last digit, and the value of that digit. `None` if the length or the last character is not that of a ULID.
     #[cfg(feature = "redis")]
     pub(crate) fn digit(&self) -> Option<(&[u8], usize)> {
         let (last, stem) = self.as_bytes().split_last()?;
@@ -110,7 +110,7 @@ impl Ulid {
     /// The number of digits.
     const LEN: usize = 26;
 
-    /// The first of `count` consecutive ULIDs. If `count` is larger than 1, its last digit is 0.
+    /// The first of `count` consecutive ULIDs. If `count` is larger than 1, the last digit of the first ULID is 0.
     fn reserve(count: usize) -> Result<Self, StoreError> {
         static LAST: Mutex<Ulid> = Mutex::new(Ulid(0));
         let now_ms = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
@@ -124,7 +124,7 @@ impl Ulid {
     }
 
     const fn next(self) -> Self {
-        // A carry into the time bits is a millisecond ahead, which does no harm.
+        // A carry into the time bits makes the time of the ULID one millisecond too late, which does no harm.
         Self(self.0.wrapping_add(1))
     }
 
@@ -140,7 +140,7 @@ impl Ulid {
         Ok(Self(u128::from(now_ms) << RANDOM_BITS | random))
     }
 
-    /// Digits that sort like the numbers.
+    /// The base-32 digits. As text, they sort like the numbers.
     fn to_key(self) -> Key {
         let mut text = [0; Self::LEN];
         for (i, digit) in text.iter_mut().rev().enumerate() {

@@ -50,7 +50,7 @@
 //! | [`max_jobs`](DelayQueue::max_jobs) | 1,000,000 | jobs in the queue: waiting, running and dead ones |
 //! | [`max_size`](DelayQueue::max_size) | 64 KiB | payload and headers of a job |
 //! | [`max_attempts`](DelayQueue::max_attempts) | 20 | attempts before a job is dead |
-//! | [`keep_dead`](DelayQueue::keep_dead) | 10,000 for 90 days | dead jobs |
+//! | [`keep_dead`](DelayQueue::keep_dead) | 10,000 for 90 days | how many dead jobs are kept, and for how long |
 //! | [`deadline`](DelayQueue::deadline) | 100 ms | the longest time of a store call |
 //! | [`circuit_breaker`](DelayQueue::circuit_breaker) | [`CircuitBreaker::new`] | when to stop calling a failing store; workers ignore it |
 //! | [`split`](DelayQueue::split) | 1 | partitions of a queue that is too much for one node of a cluster |
@@ -123,11 +123,12 @@
 //!
 //! A job waits until it is due. It then runs under a lease, which the worker extends, and it is removed when it is done. After a failure
 //! the job waits again, for the worker's backoff. After its last attempt it is dead. You can [list](DelayQueue::dead) dead jobs,
-//! [replay](DelayQueue::replay) them or [forget](DelayQueue::forget) them, by a filter or by id. If a worker releases a job, for instance at its shutdown, the attempt does not count.
+//! [replay](DelayQueue::replay) them or [forget](DelayQueue::forget) them, by a filter or by id. If a worker releases a job, for instance
+//! at its shutdown, the attempt does not count.
 //!
 //! | | waiting | running | dead | done, or unknown id |
 //! | --- | --- | --- | --- | --- |
-//! | push with its id | `Exists` | `Exists`; new if the run is cancelled, and claimed after that run | new again | new |
+//! | push with its id | `Exists` | `Exists`; after `cancel`: new, and claimed when the cancelled attempt has ended | new again | new |
 //! | [`cancel`](DelayQueue::cancel) | removed | its worker is notified; not tried again | `Dead` | `Missing` |
 //! | [`reschedule`](DelayQueue::reschedule), [`promote`](DelayQueue::promote), [`replace`](DelayQueue::replace) | done | `Running` | `Dead` | `Missing` |
 //! | [`replay_ids`](DelayQueue::replay_ids) | `false` | `false` | waits again, unless its unique key is taken | `false` |
@@ -183,14 +184,15 @@
 //! `Recurring` (feature `cron`) pushes a job for each time of a cron pattern in a time zone. Any number of processes may run it, and each
 //! occurrence is pushed once.
 //!
-//! In Redis, one idle worker sleeps until the next job is due; in memory, all idle workers do. Its timer is set from the store's clock.
+//! In Redis, one idle worker sleeps until the next job is due; in memory, all idle workers do. The timer follows the store's clock.
 //! When a job with an earlier due time is pushed, the store wakes one worker through a separate connection. In case the sleeping worker has
-//! died, a few others also check, 200 to 350 ms after the next job is due or the first lease has ended. If it has, a job that was pushed at
-//! least 5 s before it is due is at most half a second late, and any other job at most 5 s. Since notifications can get lost, each worker
-//! also checks every five seconds, in each partition of a [split](DelayQueue::split) queue. An idle worker does nothing else. A worker that
-//! has no capacity for due jobs wakes another one. In memory no notification gets lost, and an idle worker does nothing. A worker with
-//! running jobs still checks periodically: a job that [blocks its thread](DelayQueueWorker#leases) can delay the wake-ups for jobs that it
-//! has just pushed.
+//! died, a few others also check, 200 to 350 ms after the next job is due or the first lease has ended. If the sleeping worker has died, a
+//! job that was pushed at least 5 s before its due time is at most half a second late, and any other job at most 5 s. Since notifications
+//! can get lost, each worker also checks every five seconds, in each partition of a [split](DelayQueue::split) queue. An idle worker makes
+//! no other calls. A worker that has no capacity for due jobs wakes another one.
+//!
+//! In memory no notification gets lost, so an idle worker does not check periodically. A worker with running jobs does, because a job that
+//! [blocks its thread](DelayQueueWorker#leases) can delay the notifications for jobs that it has just pushed.
 //!
 //! # Rate limits
 //!

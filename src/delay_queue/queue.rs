@@ -101,8 +101,8 @@ impl<T, C> DelayQueue<T, C> {
     /// Defaults to 1,000,000. A push beyond that is [full](QueueError::Full).
     ///
     /// Dead jobs take up at most half of it, whatever [`keep_dead`](Self::keep_dead) says. Set the same value on the queue of a
-    /// [worker](super::DelayQueueWorker), which enforces that. In a [`MemoryBackend`](crate::MemoryBackend), a single queue holds no more
-    /// jobs than the capacity, which defaults to 100,000. All queues together hold less than twice as many. Beyond that it returns
+    /// [worker](super::DelayQueueWorker), which enforces this share. In a [`MemoryBackend`](crate::MemoryBackend), a single queue holds no
+    /// more jobs than the capacity, which defaults to 100,000. All queues together hold less than twice as many. Beyond that a push returns
     /// [`QueueError::Store`].
     #[must_use]
     pub fn max_jobs(mut self, jobs: u64) -> Self {
@@ -114,8 +114,8 @@ impl<T, C> DelayQueue<T, C> {
     /// [too large](QueueError::TooLarge).
     ///
     /// A claim takes about 1 MiB of jobs at most, and a worker with more capacity claims again. A bulk push sends Redis at most that much
-    /// in one step. Redis does nothing else during a step, nor while it records jobs that are tried again: up to 64 at a time, each of
-    /// which it reads and writes. Store much larger data elsewhere, and put a reference into the payload.
+    /// in one step. Redis runs no other command during such a step. The same holds while it records failed attempts, and reads and
+    /// writes up to 64 jobs that are tried again. Store much larger data elsewhere, and put a reference into the payload.
     #[must_use]
     pub fn max_size(mut self, bytes: usize) -> Self {
         self.handle.max_size = bytes;
@@ -133,8 +133,8 @@ impl<T, C> DelayQueue<T, C> {
     /// days. Beyond that the oldest are removed.
     ///
     /// At most half of [`max_jobs`](Self::max_jobs) may be dead, so that dead jobs do not block new ones. The age is at most 90 days
-    /// ([`DeadLimits::MAX_AGE`]). The limits of a [worker's](super::DelayQueueWorker) queue count: each claim removes what exceeds the limits
-    /// of the claiming worker, without a log line. Set the same limits for all workers of this queue. A full
+    /// ([`DeadLimits::MAX_AGE`]). The limits of a [worker's](super::DelayQueueWorker) queue apply: each claim removes what exceeds the
+    /// limits of the claiming worker, without a log line. Set the same limits for all workers of this queue. A full
     /// [`MemoryBackend`](crate::MemoryBackend) may keep fewer: while the dead jobs of all queues use more than half of its capacity, new
     /// jobs replace some.
     #[must_use]
@@ -144,8 +144,8 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// The deadline of a store call. Defaults to 100 ms. A [worker](super::DelayQueueWorker) has longer deadlines for its own calls: a third
-    /// of its lease, from 100 ms to 5 s, and at most a second during its shutdown. With zero no call is made, and each returns an error
-    /// with [`ConfigError::ZeroTimeout`] as its source.
+    /// of its lease, from 100 ms to 5 s, and at most a second during its shutdown. With zero, no call reaches the store, and each returns
+    /// an error with [`ConfigError::ZeroTimeout`] as its source.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.handle.deadline = deadline;
@@ -398,9 +398,9 @@ impl<T, C> DelayQueue<T, C> {
         Ok(total)
     }
 
-    /// Lists jobs in one state, after skipping the first `skip`: waiting jobs by due time, running jobs by when their lease ends, dead jobs
-    /// by when they died. Waiting jobs are listed by priority, the highest first and snoozed jobs last. The partitions of a
-    /// [split](Self::split) queue follow one another. Jobs that cannot be read are left out.
+    /// Lists jobs in one state, after skipping the first `skip`. Waiting jobs are sorted by priority, the highest first and snoozed jobs
+    /// last, and within a priority by due time. Running jobs are sorted by the end of their lease, dead jobs by when they died. The
+    /// partitions of a [split](Self::split) queue follow one another. Jobs that cannot be read are left out.
     ///
     /// Returns at most `limit` jobs, no more than [`MAX_BATCH`], and fewer if they are large. For the next page, add the number of returned
     /// jobs to `skip`. An empty page is the last one. Since jobs may come and go between two calls, a job can appear twice or not at all.
@@ -585,7 +585,7 @@ impl<T, C> DelayQueue<T, C> {
         Ok(answers)
     }
 
-    /// Calls the store until it has answered for each of these ids: if the jobs are large, it answers for a part of them.
+    /// Calls the store until it has replied for each of these ids: if the jobs are large, a reply covers only the first ids of a call.
     async fn change_batches(
         &self,
         queue: QueueKey,
@@ -640,7 +640,7 @@ impl<T, C> DelayQueue<T, C> {
                     }
                 }
                 skip += left as u64;
-                // A short page means large jobs. Only an empty one is the end.
+                // A page may be short because its jobs are large. Only an empty page is the end.
                 if page.is_empty() {
                     break;
                 }

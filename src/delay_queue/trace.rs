@@ -16,7 +16,7 @@ pub(crate) const TRACEPARENT: &str = "traceparent";
 #[cfg(feature = "otel")]
 const TRACESTATE: &str = "tracestate";
 
-/// A span around an attempt. It begins a new trace, whatever the worker runs in, since the client that pushed the job did not wait for it.
+/// A span around an attempt. It begins a new trace, whatever span the worker runs in, since the client that pushed the job did not wait.
 pub(crate) fn span<T>(queue: &str, job: &Job<T>) -> Span {
     let span = tracing::info_span!(
         parent: None,

@@ -101,7 +101,7 @@ pub enum ConfigError {
         /// The largest number.
         max: u32,
     },
-    /// With so few stores, a majority is all of them.
+    /// A [`Redlock`](crate::lock::Redlock) on so few stores would need all of them for a majority.
     TooFewStores {
         /// The given number of stores.
         stores: usize,
@@ -118,7 +118,7 @@ pub enum ConfigError {
         /// The largest number.
         max: usize,
     },
-    /// A job would be due too late, or a unique key be held for too long.
+    /// A job would be due too late, or a unique key would be held for too long.
     DelayOutOfRange {
         /// The given delay, or the given time of the unique key.
         delay: Duration,

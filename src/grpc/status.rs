@@ -213,7 +213,7 @@ pub(super) fn detailed<B>(
     if let Ok(details) = HeaderValue::try_from(BASE64.encode(status.encode_to_vec())) {
         headers.insert(DETAILS, details);
     }
-    // Libraries read 32 bits, and treat a negative value as "do not retry".
+    // gRPC libraries read 32 bits, and treat a negative value as "do not retry". A longer wait becomes -1.
     let pushback = wait.and_then(|wait| i32::try_from(wait.as_nanos().div_ceil(1_000_000)).ok()).unwrap_or(-1);
     headers.insert(PUSHBACK, pushback.into());
     response

@@ -17,8 +17,8 @@ use crate::key::{ExtractKey, Key, Or, first_of};
 /// A request has no key if the header is missing, repeated or malformed, or has another scheme. A token has letters, digits and `-._~+/`,
 /// with any number of `=` at its end.
 ///
-/// The token is the client's claim. Put the layer behind the authentication and add a limit for the [address](super#keys), or count by
-/// the user that the authentication layer found:
+/// This function does not verify the token. Put the layer behind the authentication and add a limit for the [address](super#keys), or count
+/// by the user that the authentication layer found:
 ///
 /// * A client that invents tokens has a quota for each.
 /// * Some tokens have several spellings, such as a JWT whose last character has unused bits. A new token of the same client is a new key,

@@ -151,7 +151,8 @@ impl<B: Body<Data = Bytes>> LockedBody<B> {
     }
 }
 
-/// In the extensions of a response: whether its handler was aborted. If the response has begun, this is known only after the body ends.
+/// In the extensions of a response: whether its handler was aborted, and with which outcome. The handler may be aborted after the response
+/// has begun, so read the marker when the body has ended.
 #[derive(Clone, Debug)]
 pub(crate) struct AbortMarker(Arc<MarkerState>);
 
@@ -161,7 +162,7 @@ pub(crate) enum AbortOutcome {
     OutcomeUnknown,
     /// The request body differs from that of the previous attempt, so the operation was released.
     Released,
-    /// The record says that the operation is done.
+    /// The operation was recorded as done before its handler was aborted.
     Completed,
 }
 

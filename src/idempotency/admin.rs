@@ -112,8 +112,8 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
         self
     }
 
-    /// How long a response is stored that [`complete`](Self::complete) sets. Defaults to a day, as with a layer. From
-    /// [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`]; other values are cut.
+    /// How long the response of [`complete`](Self::complete) is stored. Defaults to a day, as with a layer. Values outside
+    /// [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`] are clamped.
     #[must_use]
     pub fn retention(mut self, retention: Duration) -> Self {
         self.retention = retention.clamp(Claim::MIN_RETENTION, Claim::MAX_RETENTION);
@@ -160,8 +160,8 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
     /// You can replace the response of an earlier call: [inspect](Self::inspect) the operation again, and complete it with the
     /// new status. Clients that got the earlier response are not notified. A response of the handler cannot be replaced.
     ///
-    /// The record does not say whether the operation belongs to a layer or to [`Idempotent`](super::Idempotent). A response for
-    /// the wrong one is a store error for each retry, until you complete the operation with the right kind of [`StoredResponse`].
+    /// The record does not say whether the operation belongs to a layer or to [`Idempotent`](super::Idempotent). If you store the
+    /// wrong kind of [`StoredResponse`], each retry gets a store error until you complete the operation with the right kind.
     ///
     /// A handler that is still running has lost the operation. Its response goes to its own client, and is not stored. With
     /// [`OnUnknown::Retry`](super::OnUnknown::Retry), the next renewal cancels the handler.

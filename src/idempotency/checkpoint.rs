@@ -81,8 +81,8 @@ impl fmt::Debug for Checkpoint {
     }
 }
 
-/// Why a checkpoint was not stored, or may not be stored. Except after [`Unread`](Self::Unread), the handler should stop: the next attempt
-/// would not know of further steps.
+/// Why a checkpoint was not stored, or why it is unknown whether it was. Except after [`Unread`](Self::Unread), the handler should stop:
+/// the next attempt would not know of further steps.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum CheckpointError {

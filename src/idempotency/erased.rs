@@ -13,7 +13,7 @@ use crate::store::token::Token;
 
 type Call<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
 
-/// A store of any type. Each call with a `limit` ends after this time at the latest.
+/// A store of any type. A call with a `deadline` fails if the store does not reply within this time.
 pub(super) trait DynStore: Send + Sync {
     fn begin<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, deadline: Duration) -> Call<'a, Begun>;
     fn try_begin(&self, operation: &Operation, claim: &Claim) -> Option<Result<Begun, StoreError>>;

@@ -10,10 +10,10 @@ use crate::key::Key;
 /// The operation that a handler executes.
 ///
 /// [`Idempotent`](super::Idempotent) passes it to the work. A layer inserts it into the extensions of the request, except for requests that
-/// pass without a record. Such a request has another [method](crate::http::IdempotencyLayer::methods) or no key
+/// pass without a record. Such a request has a [method](crate::http::IdempotencyLayer::methods) that the layer does not guard, or no key
 /// ([`OnMissingKey::Pass`](crate::OnMissingKey::Pass)), or the store failed ([`OnStoreError::Allow`](crate::OnStoreError::Allow)). If such
-/// requests reach the handler, extract an `Option` of it. With the feature
-/// `axum`, handlers can take it as an argument without `Extension`.
+/// requests reach the handler, extract an `Option` of the handle. With the feature `axum`, handlers can take the handle as an argument
+/// without `Extension`.
 ///
 /// ```
 /// use axum::{Extension, Router, routing::post};
@@ -68,7 +68,7 @@ impl IdempotencyHandle {
     /// Larger than the fence of every earlier attempt. Store it with the data that the handler changes, and refuse smaller ones.
     ///
     /// With one primary that remembers the last attempt, fences rise across crashes of processes. They also rise if the clock of
-    /// the primary is set back, by up to ten minutes or the retention, whichever is shorter. After a failover that lost the last
+    /// the primary is set back by at most ten minutes, and by at most the retention. After a failover that lost the last
     /// attempt, fences follow the clocks. Then the clock of the new primary must not be behind by more than the time since the
     /// lost attempt.
     #[must_use]
@@ -91,16 +91,17 @@ impl IdempotencyHandle {
 
     /// Stores that a step is complete, with data for the next attempt. It replaces the previous checkpoint.
     ///
-    /// The next attempt gets it as [`last_checkpoint`](Self::last_checkpoint), within the retention: after this attempt was
-    /// released, or after its process died if [`OnUnknown::Retry`](super::OnUnknown::Retry) allows a next attempt.
+    /// If the next attempt begins within the retention, it gets the checkpoint from [`last_checkpoint`](Self::last_checkpoint). A next
+    /// attempt is possible after this attempt was released. After its process died,
+    /// [`OnUnknown::Retry`](super::OnUnknown::Retry) allows one.
     ///
     /// A checkpoint takes one round trip. `step` may have up to [`Checkpoint::MAX_STEP`] bytes, `data` up to
     /// [`Checkpoint::MAX_DATA`]. After a checkpoint, a different request under the same key is rejected, also after this attempt
     /// was released. The process may die between an effect and its checkpoint. Use [`derive`](Self::derive) to recognize a
     /// repeated effect.
     ///
-    /// Before its first checkpoint, a later attempt must read the body as far as the earlier attempts have read it. Until then
-    /// its request may be a different one, whose checkpoint must not replace that of the right request.
+    /// Before its first checkpoint, a later attempt must read the body as far as the earlier attempts have read it. Until then, the
+    /// body may still turn out to differ, and a different request must not replace the stored checkpoint.
     ///
     /// ```
     /// # use tollgate::{BoxError, idempotency::IdempotencyHandle};
@@ -149,7 +150,7 @@ fn derived(operation: &Operation, purpose: &str) -> String {
 }
 
 impl fmt::Debug for IdempotencyHandle {
-    // The key is private to the client.
+    // Omits the operation, since its key is private to the client.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { attempt, fence, .. } = self;
         f.debug_struct("IdempotencyHandle").field("attempt", attempt).field("fence", fence).finish_non_exhaustive()

@@ -51,8 +51,8 @@
 //! * **Crashes.** If a process dies while a handler runs, the effects of the handler are not known. The record then says *outcome
 //!   unknown*. [`OnUnknown`] sets whether retries are rejected, or executed again, which may repeat effects.
 //! * **Effects in other systems** are not exactly once. To protect them, pass keys from [`IdempotencyHandle::derive`] to the
-//!   services that the handler calls. Or refuse a smaller [`fence`](IdempotencyHandle::fence), or store progress for the next
-//!   attempt with [`IdempotencyHandle::checkpoint`].
+//!   services that the handler calls, or let them refuse a smaller [`fence`](IdempotencyHandle::fence) than the last. To continue
+//!   after a crash, store progress for the next attempt with [`IdempotencyHandle::checkpoint`].
 //! * **Secrets.** Responses are stored unencrypted, headers and body, for the retention. Any client with read access to the store
 //!   can read them, so a response must not contain secrets. Of requests only fingerprints are stored: see
 //!   [`fingerprint_secret`](crate::http::IdempotencyLayer::fingerprint_secret).
@@ -69,7 +69,7 @@
 //! | [`fingerprint_headers`](crate::http::IdempotencyLayer::fingerprint_headers) | none | further headers in the fingerprint of a request |
 //! | [`fingerprint_secret`](crate::http::IdempotencyLayer::fingerprint_secret) | none | keeps readers of the store from guessing requests |
 //! | [`retention`](crate::http::IdempotencyLayer::retention) | a day | how long a response is stored |
-//! | [`lease`](crate::http::IdempotencyLayer::lease) | 15 s | how long a process may be silent |
+//! | [`lease`](crate::http::IdempotencyLayer::lease) | 15 s | how long a process may fail to renew before the outcome is unknown |
 //! | [`wait`](crate::http::IdempotencyLayer::wait) | zero | how long a request waits for the same request in flight |
 //! | [`max_waiters_in_total`](crate::http::IdempotencyLayer::max_waiters_in_total) | 1,000 | how many requests wait at a time |
 //! | [`max_runtime`](crate::http::IdempotencyLayer::max_runtime) | 5 minutes | how long a handler may run |
@@ -91,7 +91,7 @@
 //! | [`responder`](crate::http::IdempotencyLayer::responder) | [`HttpResponder`](crate::HttpResponder) | the response to a rejected request |
 //! | [`require`](crate::http::IdempotencyLayer::require) | none | the [`Reach`](crate::Reach) that a backend must have |
 //!
-//! [`Idempotent`] has those of them that fit work without HTTP. Its [`max_runtime`](Idempotent::max_runtime) has no limit by default.
+//! [`Idempotent`] has the setters that do not depend on HTTP. Its [`max_runtime`](Idempotent::max_runtime) has no limit by default.
 //!
 //! All settings of the layer:
 //!
@@ -166,8 +166,9 @@
 //! 9651 (`"abc"`), or the bare `abc` that most clients send: both are the same key.
 //!
 //! By default, the layer handles POST and PATCH requests. All other methods pass without a record, **also PUT and DELETE with a
-//! key**, unless [`methods`](crate::http::IdempotencyLayer::methods) names them. The log has a line for the first such request
-//! that is not safe and has a key. A request without a key is rejected, unless you set [`OnMissingKey::Pass`](crate::OnMissingKey::Pass).
+//! key**, unless [`methods`](crate::http::IdempotencyLayer::methods) names them. The layer logs the first such request with a
+//! key, unless its method is safe or you called `methods`. A request without a key is rejected, unless you set
+//! [`OnMissingKey::Pass`](crate::OnMissingKey::Pass).
 //!
 //! A page in a browser that calls another origin can read `Idempotent-Replayed` and `Retry-After` only if
 //! `Access-Control-Expose-Headers` names them. It can send the key only if `Access-Control-Allow-Headers` names its header. Set
@@ -186,7 +187,7 @@
 //! | 404 from a router | no | no route is known and the body was not read. In a rolling deployment, another process may have the route |
 //! | 405 | no | unless the body was read |
 //! | 401, 403, 406, 407, 412, 415, 417, 421, 428 | no | may depend on a header outside the fingerprint |
-//! | a rejection by a layer of this crate | no | it has `NotExecuted` in its extensions or, from locks and idempotency over a connection, the field `Tollgate-Rejected` |
+//! | a rejection by a layer of this crate | no | has the extension `NotExecuted` or, from locks and idempotency of another server, the header `Tollgate-Rejected` |
 //! | any other 4xx, including 409 and 423 | yes | |
 //! | gRPC `OK`, `INVALID_ARGUMENT`, `NOT_FOUND`, `ALREADY_EXISTS`, `FAILED_PRECONDITION`, `OUT_OF_RANGE` | yes | |
 //! | gRPC with any other status, or without one | no | |
@@ -210,7 +211,7 @@
 //!
 //! The layer records the response while it sends it to the client. It holds back the last part until the record is stored, so a
 //! client that has the whole response finds it stored. The exception is a handler that sets `Content-Length`: its client may
-//! count the bytes and see the end before.
+//! count the bytes and have the whole response before the record is stored.
 //!
 //! If the response cannot be stored, the client gets it anyway. The layer retries in the background for the length of a lease.
 //! After that the outcome is unknown.
@@ -238,7 +239,8 @@
 //!
 //! An attempt can follow one that was released, or one whose outcome is unknown. It must have the same body, as far as the body
 //! of the earlier attempt is known. If it differs, the layer drops the handler before the handler reads the end of the body. The
-//! client gets 422, or a response that breaks off if it has begun. The operation is released, and keeps its state from before.
+//! client gets 422, or a response that breaks off if it has begun. The operation is released, and keeps the fingerprint and the
+//! checkpoint of the earlier attempt.
 //! The exception is [`ResponsePolicy::All`] with [`OnUnknown::Reject`]: there the outcome is unknown, as for any handler that is
 //! dropped while it runs.
 //!
@@ -246,8 +248,8 @@
 //! [`CheckpointError::Unread`]. Otherwise a different request could replace the earlier checkpoint. So read the body before the
 //! first checkpoint.
 //!
-//! If the handler responds without reading that much, the layer compares the rest before it stores the response or sends its end.
-//! The comparison is not possible if the body breaks off, if it stalls for longer than
+//! If the handler responds before it has read that much, the layer compares the rest of the body before it stores the response or sends its
+//! end. The comparison is not possible if the body breaks off, if it stalls for longer than
 //! [`body_timeout`](crate::http::IdempotencyLayer::body_timeout), or if the handler has not dropped the body. Then a success is
 //! stored. Any other response is sent and not stored, and with [`ResponsePolicy::All`] the outcome is unknown.
 //!
@@ -367,14 +369,15 @@
 //! third of a lease, and one for each checkpoint.
 //!
 //! A request that [waits](crate::http::IdempotencyLayer::wait) calls the store after it has subscribed, after each notification,
-//! when the other lease would end, and at least once a second. All waiters of a process share one connection for notifications.
-//! If the store fails repeatedly, only probes reach it: see [`circuit_breaker`](crate::http::IdempotencyLayer::circuit_breaker).
+//! when the lease of the running request would end, and at least once a second. All waiters of a process share one connection for
+//! notifications. If the store fails repeatedly, only probes reach it: see
+//! [`circuit_breaker`](crate::http::IdempotencyLayer::circuit_breaker).
 //!
 //! # Cancellation
 //!
 //! If the client disconnects before its handler starts, the operation is released in the background. If it disconnects later, the
 //! handler still runs to its end ([`OnDisconnect`]), for at most `max_runtime`. At the end of a program,
-//! `IdempotencyLayer::wait_idle` and the [shutdown of the backend](crate::backend#shutdown) wait for both.
+//! `IdempotencyLayer::wait_idle` and the [shutdown of the backend](crate::backend#shutdown) wait for these releases and handlers.
 //!
 //! A panic of a handler reaches the caller as without this layer, and counts as a failure: see [`ResponsePolicy`]. If the response has
 //! begun, the panic breaks the response off, and the outcome is unknown.

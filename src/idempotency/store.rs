@@ -44,8 +44,8 @@ pub trait IdempotencyStore {
     /// gets it. The operation may have had effects, so from then on only the same request can claim it, also after a release,
     /// until its record expires.
     ///
-    /// The head is compared first. If it differs from that of the request that began the operation, the reply is
-    /// [`Begun::Mismatch`]. If the token already holds the operation in flight, this renews the lease and returns the same reply.
+    /// The [head](Claim::head) is compared first. If it differs from the head of the request that began the operation, the reply is
+    /// [`Begun::Mismatch`]. If the token already holds the operation in flight, the call renews the lease and returns the same reply.
     fn begin(&self, operation: &Operation, claim: &Claim) -> impl Future<Output = Result<Begun, StoreError>> + Send;
 
     /// The reply of [`begin`](Self::begin), if it is available without waiting. `None` if not, and then nothing was done: call
@@ -113,8 +113,8 @@ pub trait IdempotencyStore {
     /// `claim` is the claim of the attempt. Only its token and its [bound](Claim::bound) matter.
     fn release(&self, operation: &Operation, claim: &Claim) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Notifications for a waiter, whenever the operation is completed or released. The future is ready once neither can be
-    /// missed. Call [`begin`](Self::begin) again then, and after each notification. A store without notifications returns
+    /// Notifications for a waiter, whenever the operation is completed or released. When the future is ready, no later completion or
+    /// release is missed. Call [`begin`](Self::begin) again then, and after each notification. A store without notifications returns
     /// [`Notifications::none`].
     fn watch(&self, operation: &Operation) -> impl Future<Output = Notifications> + Send;
 
@@ -158,8 +158,8 @@ pub trait IdempotencyRegistry: IdempotencyStore {
         retention: Duration,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// The operations of a scope, or all operations. Scans about `max` stored entries, and returns the operations with a record
-    /// among them and the next cursor.
+    /// The operations of a scope, or all operations. Scans about `max` stored entries, and returns the operations found there with the
+    /// next cursor.
     fn list(
         &self,
         scope: Option<&Key>,

@@ -132,7 +132,7 @@ where
     }
 }
 
-/// Calls the extractor in the box, for a type that has a name: in a struct, or chosen at run time.
+/// Gives a closure a type that you can name, for a field of a struct, or for an extractor that is chosen at run time.
 impl<Req> ExtractKey<Req> for Box<dyn ExtractKey<Req> + Send + Sync> {
     fn extract_key(&self, request: &Req) -> Option<Key> {
         (**self).extract_key(request)
@@ -147,7 +147,7 @@ impl<Req> ExtractKey<Req> for Arc<dyn ExtractKey<Req> + Send + Sync> {
 
 /// Lets a closure return text that it borrows from the request.
 ///
-/// The compiler does not infer that for a closure by itself.
+/// For a plain closure, the compiler does not infer that the result borrows from the request.
 ///
 /// ```
 /// use tollgate::{ExtractKey, Key, str_key};
@@ -227,8 +227,8 @@ impl<Req> ExtractKey<Req> for GlobalKey {
     }
 }
 
-/// Stands for the missing principal of a new [`CacheLayer`](crate::http::CacheLayer) or [`SingleFlightLayer`](crate::SingleFlightLayer), which
-/// is not usable yet.
+/// The principal type of a [`CacheLayer`](crate::http::CacheLayer) or [`SingleFlightLayer`](crate::SingleFlightLayer) until you call
+/// `public` or `per`.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Undecided;

@@ -152,14 +152,14 @@ impl Key {
 
     /// The text and some of the zeros after it, as input of a hash. A text has no zeros, so this is unambiguous.
     ///
-    /// The length is a multiple of 8 minus one byte, into which a hash puts its terminator. It is at least two words, so that the length of
-    /// most addresses needs no branch.
+    /// The length is one less than a multiple of 8, because SipHash adds one byte of its own. It is at least 15, so that most
+    /// addresses have the same length, and hashing them needs no branch.
     #[inline]
     pub(crate) fn as_hashed(&self) -> &[u8] {
         &self.bytes[..(self.len() | 7).max(Self::LEAST_HASHED)]
     }
 
-    /// Like [`as_hashed`](Self::as_hashed), for keys of the minimum length, which most keys have.
+    /// Like [`as_hashed`](Self::as_hashed), as an array of the minimum length. `None` for a key that needs more; most keys do not.
     #[inline]
     pub(crate) fn as_least_hashed(&self) -> Option<&[u8; Self::LEAST_HASHED]> {
         self.bytes.first_chunk().filter(|_| self.len() <= Self::LEAST_HASHED)
@@ -191,14 +191,14 @@ impl Key {
 
     /// The key under which a layer counts a request whose key came from a [fallback](first_of).
     ///
-    /// It has a mark, so that the API key `203.0.113.7` and the peer with that address have different keys. Use it to
-    /// [block](crate::Limiter::block) or reset such a key.
+    /// It has a mark, so that the API key `203.0.113.7` and the peer with that address have different keys. Use this
+    /// method to [block](crate::Limiter::block) or reset such a key.
     #[must_use]
     pub fn as_fallback(self) -> Self {
         self.marked(b"~")
     }
 
-    /// Marks a key that itself came from a fallback, so that it differs from the keys of the next fallback.
+    /// Adds the mark `!` to a key from the fallback of an inner [`Or`], so that it differs from the fallback keys of the outer `Or`.
     fn mark_if_fallback(self) -> Self {
         let unmarked = self.as_bytes().iter().find(|byte| **byte != b'!');
         if unmarked == Some(&b'~') { self.marked(b"!") } else { self }
@@ -247,7 +247,7 @@ impl Key {
         if fits {
             return text.0;
         }
-        // A comma within a part is escaped unless the part is a tuple itself, so the joined text is unambiguous.
+        // Only a part that is a tuple itself has commas, and it counts as its parts. So the joined text is unambiguous.
         let joined: Vec<&[u8]> = parts.iter().flat_map(|part| [part.as_bytes(), b","]).collect();
         Self::digest_of(Origin::Tuple, &joined)
     }

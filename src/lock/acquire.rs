@@ -90,8 +90,8 @@ impl RepeatableAcquisition for OneLock {
     }
 }
 
-/// Acquires the leases of several locks of one shard, or none. Other callers of this process queue behind it for each of them. All
-/// callers must list locks in the same order, or they would deadlock.
+/// Acquires the leases of several locks of one [shard](super::store::LockStore::shard), or none. For each lock, later callers of this
+/// process queue behind this call. All callers must list locks in the same order, or they would deadlock.
 pub(super) async fn acquire_all(
     shared: &Arc<LocksState>,
     locks: &[LockKey],
@@ -122,8 +122,8 @@ async fn acquire_shard(
             let handoff = tokio::select! {
                 biased;
                 handoff = &mut handoff => handoff?,
-                // While this caller waits for this lock, it does not call the store for the locks before it. So callers that do not wait
-                // for those get `Busy`.
+                // While this caller waits for `lock`, it does not call the store for the locks before it in the list. So callers
+                // with a wait of zero for those locks get `Busy`.
                 () = ready(()) => {
                     has_waited = true;
                     publish(&acquisitions, Some(Failure::Busy(wait_end)));
@@ -212,8 +212,8 @@ async fn wait_for_handoff(
     }
 }
 
-/// Waits behind the leader. After the caller's wait, it waits for the next failure of the leader, which is also the reason why this caller
-/// gets no lease.
+/// Waits behind the leader. When the caller's wait has ended, waits for the next failure of the leader, which becomes the error of this
+/// caller.
 async fn wait_in_queue(
     shared: &Arc<LocksState>,
     lock: LockKey,
@@ -374,8 +374,8 @@ impl<'a> Retries<'a> {
                 },
                 Err(error) => self.pause_after(error, acquisitions).await?,
             }
-            // After a majority refused, the client releases the locks that other servers granted, possibly late. The next attempt
-            // needs a new token.
+            // If a majority refused, the client releases the locks that other servers granted. These releases may be late, so the
+            // next attempt needs a new token.
             if self.shared.store.reach() == Reach::Quorum {
                 acquisitions.iter_mut().try_for_each(|(acquisition, _)| acquisition.restart())?;
             }
@@ -462,7 +462,7 @@ impl<'a> Retries<'a> {
             return Ok(());
         }
         publish(acquisitions, Some(Failure::Failed(error.clone())));
-        // The store would refuse a refused call again.
+        // After a refusal, a retry would be refused as well.
         let is_transient = error.is_timeout() || error.is_unavailable();
         let is_blocked = self.options.fails_if_circuit_opens && self.shared.circuit().admit_no_probe().is_err();
         if is_transient && !is_blocked { self.sleep_or(error.into()).await } else { Err(error.into()) }
@@ -500,7 +500,7 @@ struct Acquisition {
     max_hold: Option<Duration>,
     // When the last attempt was sent, if the token may hold the lease or a position in the queue.
     sent: Option<Instant>,
-    // The same for the attempts before. Applies again if the last attempt was not executed.
+    // The value of `sent` before the last attempt. Restored if the last attempt was not executed.
     sent_before: Option<Instant>,
     // Until when an attempt without a reply may still be executed.
     in_flight_until: Option<Instant>,
@@ -699,7 +699,7 @@ impl Drop for Attempt<'_> {
     fn drop(&mut self) {
         let Some(call) = self.call.take() else { return };
         let (shared, mut acquisitions) = (Arc::clone(self.shared), mem::take(self.acquisitions));
-        // The outcome is also unknown if the task is dropped with its runtime.
+        // Set before the task starts: if the runtime drops the task, the outcome stays unknown.
         let in_flight_until = Some(Instant::now() + IN_FLIGHT_GRACE);
         let before: SmallVec<[_; 1]> = acquisitions
             .iter_mut()
@@ -723,7 +723,7 @@ mod tests {
     use crate::MemoryBackend;
     use crate::lock::{Locks, Semaphore};
 
-    /// A shutdown could begin and end between the check and the permit, and the lock was granted after it.
+    /// Regression: if a shutdown began and ended between the check and the permit, the lock was granted after the shutdown.
     #[tokio::test(start_paused = true)]
     async fn caller_during_the_start_of_a_shutdown_gets_closed() {
         let semaphore = Semaphore::new(MemoryBackend::new(), "semaphores", 1);

@@ -25,7 +25,7 @@ use crate::store::deadline::call_within;
 /// assert_eq!(status.holders[0].fence, lease.fence());
 /// assert_eq!(status.holders[0].name.as_deref(), Some("billing-7f9c"));
 ///
-/// // Page by page: there may be one without locks, and more behind it.
+/// // Page by page: a page without locks may be followed by pages with locks.
 /// let (mut held, mut next) = (Vec::new(), Some(Default::default()));
 /// while let Some(from) = next {
 ///     let page = admin.list(from, 100).await?;
@@ -50,7 +50,8 @@ pub struct LockAdmin<B> {
 }
 
 impl<B: LockRegistry + Sync> LockAdmin<B> {
-    /// Inspects the locks with the name `name` in `store`, which is a backend. Locks, read/write locks, semaphores and layers have a name.
+    /// Inspects the locks in `store`, which is a backend, that have this name: the one of [`Locks`](crate::Locks), read/write locks, a
+    /// semaphore or a layer.
     ///
     /// A segment of [`Segmented`](crate::lock::Segmented) has the key `(key, index)`. Inspect the servers of
     /// [`Redlock`](crate::lock::Redlock) one by one.
@@ -78,9 +79,9 @@ impl<B: LockRegistry + Sync> LockAdmin<B> {
     /// The held locks with this name, page by page: begin with [`Cursor::default`] and continue with [`LockPage::next`] until
     /// it is `None`. Each page scans about `max` entries of the backend, 1 to 1,000.
     ///
-    /// Foreign data in the place of a lock is left out, and is an error for [`inspect`](Self::inspect). A lock that is held all
-    /// the time is on one or two pages, unless a cluster moves its slot or a replica is promoted meanwhile. In the end this
-    /// scans the whole backend: do not use it for requests.
+    /// If another program has stored data under the key of a lock, the pages omit it, and [`inspect`](Self::inspect) fails. A lock that is
+    /// held all the time is on one or two pages, unless a cluster moves its slot or a replica is promoted meanwhile. All pages together
+    /// scan the whole backend: do not list locks in request handlers.
     ///
     /// # Errors
     ///
@@ -91,9 +92,9 @@ impl<B: LockRegistry + Sync> LockAdmin<B> {
 
     /// Releases the lock of `key` by force, for a holder that hangs and cannot be stopped.
     ///
-    /// **This does not stop the holder.** It learns of the loss at its next renewal, after at most a third of its time if it
-    /// runs at all. Until then it believes to hold the lock, and another client may hold it already. The
-    /// [fence](crate::Lease::fence) tells both apart.
+    /// **This does not stop the holder.** A holder that still runs learns of the loss at its next renewal, after at most a third of its
+    /// ttl. Until then its lease reports the lock as held, although another client may hold it already. The
+    /// [fence](crate::Lease::fence) tells the two holders apart.
     ///
     /// # Errors
     ///

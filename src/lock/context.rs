@@ -18,8 +18,8 @@ tokio::task_local! {
 pub(crate) struct Held(Option<Arc<Frame>>);
 
 struct Frame {
-    // The address of their shared state tells different `Locks` apart; it lives as long as the lease. Two `Locks` on the same keys are not
-    // recognized as such, because their stores cannot be compared.
+    // The address of the `LocksState`, which identifies a `Locks` and its clones. The state lives as long as the lease. Two `Locks` on the
+    // same backend have different addresses, because their stores cannot be compared.
     shared: usize,
     lease: LeaseHandle,
     on_loss: OnLoss,
@@ -66,7 +66,7 @@ impl Held {
 }
 
 impl Held {
-    /// A handle of each held lease that lasts at least until `until`, for detached work.
+    /// For detached work: a handle of each held lease that its layer releases at `until` or later.
     pub(crate) fn shares(&self, until: ReleaseAt) -> Vec<Lease> {
         self.shares_of(|inside| until == ReleaseAt::HandlerDone || inside.release_at == until)
     }
@@ -75,14 +75,14 @@ impl Held {
         self.iter().filter(|inside| is_meant(inside)).filter_map(|inside| inside.lease.reenter()).collect()
     }
 
-    /// Runs detached work to its end with a handle of each lease, and drops it if a lease is lost, unless losses are only
-    /// reported. `None` if it was dropped.
+    /// Runs detached work to its end, and keeps a handle of each lease until then. If a lease with [`OnLoss::Cancel`] is lost, drops the
+    /// work and returns `None`.
     pub(crate) fn detached<F: Future>(self, work: F) -> impl Future<Output = Option<F::Output>> + use<F> {
         let leases = self.shares(ReleaseAt::HandlerDone);
         let needed = self.shares_of(|inside| inside.on_loss == OnLoss::Cancel);
         async move {
             let outcome = tokio::select! {
-                // After a stall, check this before the work runs.
+                // After a stall, check the leases before the work runs.
                 biased;
                 _ = Lease::first_lost(&needed) => None,
                 outcome = self.within(work) => Some(outcome),
@@ -97,7 +97,7 @@ fn address(shared: &Arc<LocksState>) -> usize {
     Arc::as_ptr(shared) as usize
 }
 
-/// Whether the current task holds this lock, by a body or handler around it. A lost lock can be taken again.
+/// Whether the current task runs in a body or handler that holds this lock. A lost lock does not count: the task can acquire it again.
 pub(super) fn is_held(shared: &Arc<LocksState>, lock: &LockKey) -> bool {
     let is_it = |inside: &Frame| {
         inside.shared == address(shared) && inside.lease.lock() == lock && inside.lease.check().is_ok()

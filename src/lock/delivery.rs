@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// How long a lease waits for an unpolled caller, or a third of the TTL if that is shorter. A task takes over a pending call after a fifth
-/// of that.
+/// How long a granted lease waits for an unpolled caller, or a third of the TTL if that is shorter. A task takes over a call that is still
+/// pending after a fifth of this time.
 const GRACE: Duration = Duration::from_millis(250);
 
-/// Delivers the outcome of a call. The caller polls the call, or a task if the caller stops polling. A granted lease waits for the caller
-/// for a limited time.
+/// Delivers the outcome of a call. First the caller polls the call. A task takes over if the call takes longer. A granted lease waits for
+/// the caller for a limited time.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Delivery<O> {
     // When the caller's wait for the lock ends.
@@ -22,9 +22,9 @@ pub(super) struct Delivery<O> {
 enum State<O> {
     /// The caller polls the call.
     Attached { since: Instant },
-    /// A task polls the call. `since`: when the caller began to poll it, unless the task has found it pending.
+    /// A task polls the call. `since` is when the caller began to poll the call; `None` once the task has found the call pending.
     Detached { since: Option<Instant> },
-    /// The outcome waits for the caller. `until` is `None` if it is no lease.
+    /// The outcome waits for the caller: a lease at most until `until`. `until` is `None` if the outcome is not a lease.
     Ready { outcome: O, completed: Instant, until: Option<Instant> },
     /// The caller missed a lease. It acquires again once it is polled.
     Stalled,
@@ -35,7 +35,7 @@ enum State<O> {
 /// What a polled caller does.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Polled<O> {
-    /// Polls the call, and [completes](Delivery::complete) the delivery.
+    /// Polls the call, and [completes](Delivery::complete) the delivery if the call is ready.
     PollCall,
     /// Begins the call again.
     Begin,
@@ -45,18 +45,18 @@ pub(super) enum Polled<O> {
     Late(Option<O>),
 }
 
-/// What an unpolled caller loses.
+/// What to do at the time [`due`](Delivery::due).
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Expired<O> {
     Nothing,
-    /// A task polls its call from now on.
+    /// A task polls the call from now on.
     Detach,
-    /// Its lease goes to the next waiter.
+    /// The caller was not polled in time: its lease goes to the next waiter.
     Withdraw(O),
 }
 
 impl<O> Delivery<O> {
-    /// A call that was pending after its first poll. `ttl` is the one of the requested lease.
+    /// A call that was pending after its first poll. `ttl` is the TTL of the requested lease.
     pub(super) fn new(now: Instant, wait_end: Instant, ttl: Duration) -> Self {
         Self { wait_end, grace: GRACE.min(ttl / 3), state: State::Attached { since: now } }
     }
@@ -71,8 +71,8 @@ impl<O> Delivery<O> {
                 self.state = state;
                 Polled::Pending
             }
-            // A lease that was granted before the end of the wait must also be picked up before it. A lease that was granted later may
-            // still be picked up.
+            // If a lease was granted before the wait ends, the caller must also pick it up before the wait ends. A lease that was granted
+            // later may still be picked up.
             State::Ready { outcome, completed, until: Some(_) }
                 if completed < self.wait_end && self.wait_end <= now =>
             {
@@ -114,10 +114,10 @@ impl<O> Delivery<O> {
         }
     }
 
-    /// The call is complete. `granted`: since when the caller has the lease, if the outcome is one.
+    /// The call is complete. `granted` is the time of the grant; `None` if the outcome is not a lease.
     pub(super) fn complete(&mut self, outcome: O, granted: Option<Instant>, now: Instant) {
-        // If the call was complete at the first poll of the task, it may have been complete for longer. So count from when the caller began
-        // to poll it.
+        // If the task finds the call complete at its first poll, the lease may have waited for the caller already. So the grace period
+        // starts when the caller began to poll the call.
         let since = match self.state {
             State::Detached { since: Some(since) } => since,
             _ => now,

@@ -6,18 +6,18 @@ use super::kind::LockKind;
 use super::lock_key::LockKey;
 use crate::error::{ConfigError, ContentionHint, StoreError};
 
-/// Why there is no lease, or no longer one. Each case is a type of its own, so that a held lock and a failed store cannot be
+/// Why a lock was not granted, or its lease was lost. Each case is a type of its own, so that a held lock and a failed store cannot be
 /// confused.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum LockError {
-    /// The lock was held until the wait was over. Or it was one of [several](super::Locks::lock_all), and its lease was lost
-    /// before all were granted.
+    /// Another holder had the lock until the wait was over. Or one of [several](super::Locks::lock_all) leases was lost before all were
+    /// granted.
     Busy(Busy),
     /// The queue is full.
     QueueFull(QueueFull),
-    /// Fewer replicas have the lease than [`Locks::replication`](super::Locks::replication) requires. It is released in the
-    /// background.
+    /// Fewer replicas have the lease than [`Locks::replication`](super::Locks::replication) requires. The lease is released in
+    /// the background.
     NotReplicated(NotReplicated),
     /// The caller already holds this lock, further up the call stack.
     Nested(Nested),
@@ -115,7 +115,7 @@ impl Busy {
         &self.lock
     }
 
-    /// When the lock is free at the latest, unless its holder renews it, as most do. It may be released at any time.
+    /// The time until the lease of the holder expires. Most holders renew their lease before that. The holder may release the lock earlier.
     #[must_use]
     pub const fn retry_after(&self) -> Duration {
         self.occupied.0
@@ -183,7 +183,7 @@ impl NotReplicated {
         &self.lock
     }
 
-    /// Number of replicas that had it in time.
+    /// Number of replicas that had the lease in time.
     #[must_use]
     pub const fn replicas(&self) -> u32 {
         self.replicas
@@ -291,7 +291,7 @@ impl fmt::Display for Closed {
 }
 
 impl Error for Closed {
-    // For a job of a delay queue: another process can run it, and the attempt does not count.
+    // If a job of a delay queue fails with this error, the worker snoozes it without counting the attempt: another process can run it.
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         Some(ContentionHint::FOR_LONG)
     }
@@ -348,7 +348,7 @@ impl fmt::Display for Lost {
     }
 }
 
-// Errors that display this as their own, such as `LockError`, have the same source.
+// Errors that have the same message, such as `LockError`, also have the same source.
 impl Error for Lost {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         Some(&PartialEffects)

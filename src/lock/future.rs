@@ -86,7 +86,7 @@ where
                     (ready!(lease.as_mut().poll(cx)), permit.take(), call.take())
                 }
                 StateProj::Calling { future, stay, held } => {
-                    // After a stall, check this before the handler runs.
+                    // The lease may have been lost during a stall, so check this before the handler runs on.
                     if let Some(Poll::Ready(lost)) = stay.as_mut().map(|stay| stay.poll_lost(cx)) {
                         this.state.set(State::Complete);
                         return Poll::Ready(answer.reject(Rejection::Lock(lost.into())));
@@ -115,7 +115,7 @@ where
                 }
                 StateProj::Complete => panic!("ResponseFuture polled after completion"),
             };
-            // The call is no longer in the state, so a rejected request returns its permit of the inner service at once.
+            // `call` is no longer in the state. So a rejection drops the ready service at once, with a permit that it may hold.
             let (mut ready, mut request) = call.expect("the call is kept until the lock is granted");
             match outcome {
                 Ok(lease) => {
@@ -147,7 +147,7 @@ impl<S: Service<Req>, Req, K, A> fmt::Debug for ResponseFuture<S, Req, K, A> {
 }
 
 pin_project! {
-    /// The response of a detached service. Dropping it leaves the handler running.
+    /// The response of a detached service. Dropping it leaves the handler running, unless the request needs no lock.
     #[must_use = "futures do nothing unless polled"]
     pub struct DetachedFuture<F, T> {
         #[pin]
@@ -158,9 +158,9 @@ pin_project! {
 pin_project! {
     #[project = DetachedProj]
     enum DetachedState<F, T> {
-        // A request without a lock.
+        // The request needs no lock.
         Attached { #[pin] future: F },
-        // In a task of its own. Without an outcome if its lease was lost.
+        // A task runs the handler. It returns `None` if the lease was lost.
         Detached { task: JoinHandle<Option<T>> },
     }
 }
@@ -183,7 +183,7 @@ impl<F: Future<Output = T>, T> Future for DetachedFuture<F, T> {
             DetachedProj::Attached { future } => future.poll(cx),
             DetachedProj::Detached { task } => match ready!(Pin::new(task).poll(cx)) {
                 Ok(Some(outcome)) => Poll::Ready(outcome),
-                // The future that runs under the lost lock notices the loss, and drops this one.
+                // The `ResponseFuture` that holds the lost lease notices the loss, and drops this future.
                 Ok(None) => Poll::Pending,
                 Err(error) => match error.try_into_panic() {
                     Ok(panic) => resume_unwind(panic),

@@ -101,8 +101,8 @@ impl LockLayer {
         Self::with_locks(locks.max_hold(Duration::from_secs(300)).max_waiters(64).max_waiters_in_total(1_000))
     }
 
-    /// Uses `locks` with their settings, and shares their local queue. The defaults of the methods below belong to
-    /// [`new`](Self::new): `locks` wait for 10 s and have no [`max_hold`](Self::max_hold) by default.
+    /// Uses `locks` with their settings, and shares their local queue. The defaults in the docs of the methods below apply to a layer from
+    /// [`new`](Self::new). [`Locks`] have other defaults: for example, they wait for 10 s and have no [`max_hold`](Self::max_hold).
     pub fn with_locks(locks: Locks) -> Self {
         let settings = Settings {
             locks,
@@ -228,7 +228,7 @@ impl<K, A, D> LockLayer<K, A, D> {
     /// Use it for handlers that must not be interrupted, for instance payments. A request that still waits for its lock ends with its
     /// client. A [lost](OnLoss::Cancel) lease still cancels the handler, and [`max_hold`](Self::max_hold) bounds its time. Without a
     /// client, the response of the handler is dropped, and the response body is never polled. Requests that need no lock are not detached.
-    /// Requests that pass because the [store fails](OnStoreError::Allow) are, without a bound on their time.
+    /// Requests that pass because the [store fails](OnStoreError::Allow) are detached, without a bound on their time.
     ///
     /// [`max_running`](LockLayer::max_running) bounds the number of running requests, and [`shutdown`](Self::shutdown) waits for
     /// them.
@@ -411,7 +411,7 @@ impl Settings {
         permit.map(Some).ok_or(Full)
     }
 
-    /// Whether a request passes without a lock for this reason. If so, logs and counts it.
+    /// Whether a request passes without a lock after this store error. If so, logs the error and counts the request.
     pub(super) fn passes(&self, error: &StoreError) -> bool {
         if self.on_store_error == OnStoreError::Deny {
             return false;

@@ -24,7 +24,7 @@ use crate::error::StoreError;
 /// # Loss
 ///
 /// A lease can end while it is held. If the store stops replying, every handle knows of the loss before the store can grant the
-/// lock again. That needs no call, because the deadline counts from before the command that set the expiry was sent.
+/// lock again. The handles need no call for that: they count the ttl from before the command that set the expiry was sent.
 ///
 /// If the store ends the lease, another client can get it before the next renewal reports the loss here. That happens if the key
 /// is deleted or evicted, if the lock is [force-released](super::LockAdmin::force_release), or if the server's clock is set
@@ -36,7 +36,7 @@ use crate::error::StoreError;
 /// # Cancellation
 ///
 /// Dropping the last handle releases the lock in the background, inside or outside of a runtime. `std::mem::forget` keeps the
-/// lock until [`max_hold`](super::Locks::max_hold) ends, or the process.
+/// lock until [`max_hold`](super::Locks::max_hold) is over or the process ends.
 #[must_use = "the lock is given back when the lease is dropped"]
 pub struct Lease {
     inner: Arc<LeaseInner>,
@@ -81,9 +81,9 @@ impl Lease {
     /// `UPDATE .. SET fence = $1 .. WHERE fence <= $1`. If no row changed, the holder is too late and must stop. A fence is
     /// below 2^53, so it fits a signed 64-bit column and a JSON number.
     ///
-    /// If one primary still remembers the last grant, this holds across all processes, even if its clock is set back by up to
-    /// ten minutes. If the primary has forgotten the last grant, this holds within each process. Between processes it then holds
-    /// as long as the primary's clock is not behind the time of that grant: see [fences](super#fences).
+    /// If one primary still remembers the last grant, fences increase across all processes, even if its clock is set back by up to
+    /// ten minutes. If the primary has forgotten the last grant, fences increase within each process. Across processes they then increase
+    /// only if the primary's clock is not behind the time of that grant: see [fences](super#fences).
     /// [`Redlock`](super::Redlock) has guarantees of its own.
     #[must_use]
     pub fn fence(&self) -> u64 {
@@ -172,8 +172,8 @@ impl Lease {
     /// Releases the lock.
     ///
     /// If the store no longer has the lease, the outcome is [`ReleaseOutcome::Lost`]. The log and the [metrics](super#metrics)
-    /// report such a loss, also for dropped leases. A lease that is handed off to the next waiter of this process is
-    /// [`ReleaseOutcome::Released`] without a store call; its last holder learns of a loss.
+    /// report such a loss, also for dropped leases. If the lease is handed off to the next waiter of this process, the outcome is
+    /// [`ReleaseOutcome::Released`] without a store call. Only the last holder then learns whether the store still had the lease.
     ///
     /// # Errors
     ///
@@ -207,7 +207,7 @@ impl Lease {
         .await
     }
 
-    /// [`lost`](Self::lost) with a lifetime of its own. Meaningless after the release.
+    /// Like [`lost`](Self::lost), but the future does not borrow the lease. Meaningless after the release.
     pub(super) fn loss(&self) -> impl Future<Output = Lost> + Send + use<> {
         let grant = Arc::clone(&self.inner.grant);
         async move { Lost::new(*grant.lock(), grant.lost().await) }
@@ -217,7 +217,7 @@ impl Lease {
         &self.inner.grant
     }
 
-    /// When this holder got it.
+    /// When this holder got the lease.
     pub(super) fn since(&self) -> Instant {
         self.inner.since
     }
@@ -253,7 +253,7 @@ impl Drop for LeaseInner {
         if let Some(task) = self.release_or_hand_off(Instant::now()) {
             task.in_background();
         }
-        // So that another worker can run the release task, or the next holder.
+        // So that another worker thread can run the release task or the next holder, if the caller blocks this thread.
         free_lifo_slot();
     }
 }
@@ -262,8 +262,8 @@ impl Drop for LeaseInner {
 ///
 /// The lock is released with the lease, however many observers there are. After the release [`check`](Self::check) fails.
 ///
-/// A request that passes without its lock has none, for instance with a safe method, even inside of another lock layer. With the
-/// feature `axum`, a handler can take it as an argument: `LeaseHandle`, or an `Option` of it where there may be none.
+/// A request that passes without its lock, for instance with a safe method, has no `LeaseHandle`, even inside of another lock layer. With
+/// the feature `axum`, a handler can take a `LeaseHandle` as an argument, or an `Option` of it where there may be none.
 #[derive(Clone)]
 pub struct LeaseHandle {
     inner: Weak<LeaseInner>,
@@ -314,7 +314,7 @@ impl LeaseHandle {
         self.grant.until_err(|| self.until()).await
     }
 
-    /// Waits until a waiter asks for the lock: see [`Lease::release_requested`]. Never returns if it was released before.
+    /// Waits until a waiter asks for the lock: see [`Lease::release_requested`]. Never returns if the lease was released before.
     pub async fn release_requested(&self) {
         if let Some(store) = self.inner.upgrade().map(|inner| Arc::clone(&inner.shared.store)) {
             self.grant.release_requested(store).await;

@@ -31,7 +31,7 @@ pub(super) enum ReleaseTarget<W, F> {
     Handoff(W, F),
     /// To the store. Call [`LocalQueue::advance`] after the release.
     Release,
-    /// The queue does not hold it: it was lost, or is one of several leases of the key.
+    /// The queue does not hold the lease: the lease was lost, or is one of several leases of the key.
     Unknown,
 }
 
@@ -65,7 +65,7 @@ impl<L, W> LocalQueue<L, W> {
         self.waiters.insert(at, (position, waiter));
     }
 
-    /// Removes a waiter that gives up, and returns whether it was the first. After a handoff, it has left already.
+    /// Removes a waiter that gives up, and returns whether it was the first. False if a handoff has removed it already.
     pub(super) fn leave(&mut self, position: Position) -> bool {
         let Ok(at) = self.waiters.binary_search_by_key(&position, |(position, _)| *position) else { return false };
         self.waiters.remove(at);
@@ -89,7 +89,7 @@ impl<L: PartialEq, W> LocalQueue<L, W> {
         matches!(&self.front, LeaderState::Held(held) if held == lease)
     }
 
-    /// The holder releases its lease. `hand_off`: whether the lease is good enough for the first waiter.
+    /// The holder releases its lease. `hand_off` returns the grant for the first waiter, or `None` if the lease does not suit it.
     pub(super) fn release_or_hand_off<F>(
         &mut self,
         lease: &L,
@@ -108,7 +108,7 @@ impl<L: PartialEq, W> LocalQueue<L, W> {
         }
     }
 
-    /// A lease was lost. Returns whether it was held here: call [`advance`](Self::advance) then.
+    /// A lease was lost. Returns whether the leader of this queue held it: call [`advance`](Self::advance) then.
     pub(super) fn lost(&mut self, lease: &L) -> bool {
         let is_ours = self.is_held_by(lease);
         if is_ours {

@@ -114,7 +114,7 @@ pub(super) struct LeaderPermit {
     pub(super) others_were_notified: bool,
     // If true, dropping the permit does not pass it to the next waiter.
     ends_on_drop: bool,
-    // Whether the queue is in the store, so that each caller calls it by itself.
+    // Whether the queue is in the store, so that each caller calls the store itself.
     is_fair: bool,
     // Whether the caller bypasses the local queue.
     bypasses_queue: bool,
@@ -159,7 +159,7 @@ impl LocalQueues {
         QueueTicket { position: self.next_position.fetch_add(1, Ordering::Relaxed), is_requeued: false }
     }
 
-    /// The number of locks with a leader or waiters.
+    /// The number of queues, of locks with fair callers, and of permits of unqueued callers.
     pub(super) fn len(&self) -> usize {
         self.active.load(Ordering::SeqCst)
     }
@@ -169,7 +169,7 @@ impl LocalQueues {
         self.shards[lock.shard(SHARDS)].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// `Err` is a failure that applies already. Otherwise `Ok` watches for the next one. `None` without a leader.
+    /// Returns the last failure as `Err` if it still applies, otherwise a watch of the next one. `None` if the lock has no local queue.
     pub(super) fn watch_failure(&self, lock: &LockKey) -> Option<Result<FailureWatch, Failure>> {
         self.shard(lock).queues.get_mut(lock).map(KeyQueue::watch_failure)
     }
@@ -222,7 +222,7 @@ impl Failure {
         }
     }
 
-    /// The error for a caller behind the leader, which may require another number of replicas.
+    /// The error for a caller behind the leader. The caller may require more or fewer replicas than the leader.
     pub(super) fn error(self, lock: LockKey, options: &AcquireOptions) -> LockError {
         let required = options.replication.count();
         match self {
@@ -430,7 +430,8 @@ impl LocksState {
                     return Some(ReleaseTask::release(self, grant, LeaderPermit::new(self, *grant.lock()), now));
                 }
                 ReleaseTarget::Unknown => {
-                    // Register the release before the lease leaves the renewals, so that a shutdown always counts one of them.
+                    // A shutdown counts leases in `renewals`, and releases. Register the release first, so that a shutdown sees one of
+                    // the two at least.
                     let task = ReleaseTask::release_unqueued(self, grant, now);
                     self.renewals.remove(grant);
                     return Some(task);
@@ -473,7 +474,8 @@ impl LeaderPermit {
     /// Records the lease, which stays in the queue until its release. Drop the permit once the lease is being renewed.
     pub(super) fn granted(&mut self, grant: &Arc<Grant>) {
         if self.shared.is_semaphore || self.is_fair {
-            // A semaphore may have another permit for the next caller. Callers of a fair lock call the store themselves.
+            // Do not record the lease as held, because a held lease stops other callers. A semaphore may have another permit for the next
+            // caller. Callers of a fair lock call the store themselves.
             return;
         }
         self.ends_on_drop = true;

@@ -7,7 +7,8 @@ use crate::key::Key;
 /// Identifies a lock: the name of the locks, and the key.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct LockKey {
-    // The most distinctive part first. Hashed once, since each acquisition looks the lock up several times.
+    // First, because the derived `PartialEq` compares the fields in order, and different locks usually have different hashes. Hashed once,
+    // since each acquisition looks the lock up several times.
     hash: u64,
     key: Key,
     name: Key,
@@ -36,13 +37,13 @@ impl LockKey {
         &self.key
     }
 
-    /// Equal for equal locks, in this process.
+    /// The hash of the lock. Equal locks have equal hashes in this process only.
     #[cfg(feature = "redis")]
     pub(crate) const fn known_hash(&self) -> u64 {
         self.hash
     }
 
-    /// The shard of the lock. The other half of the hash is for the map in the shard.
+    /// The shard of the lock, from the upper half of the hash. The map in the shard mainly uses the lower half.
     pub(crate) const fn shard(&self, shards: usize) -> usize {
         (self.hash >> 32) as usize % shards
     }

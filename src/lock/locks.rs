@@ -41,8 +41,9 @@ use crate::store::shutdown::ShutdownTarget;
 /// # }
 /// ```
 ///
-/// Make one for each purpose and clone it. Clones have their own settings and share everything else: all waiters of one process
-/// share one queue, and only the first of them calls the store.
+/// Make one `Locks` for each purpose and clone it. Each clone has its own settings, unless the setter says that it applies to all
+/// clones. Clones share everything else: the waiters of one process for one lock share one queue, and only the first of them calls
+/// the store.
 ///
 /// # Cancellation
 ///
@@ -116,8 +117,7 @@ impl Locks {
 
     /// How long a lease is renewed at most; then it is [lost](super::LossReason::MaxHold). The holder then has a hundredth of its
     /// [ttl](Self::ttl), plus 2 ms, to release the lease. After that, a background task releases the lease. Defaults to no limit: a hanging
-    /// holder
-    /// keeps the lock for as long as its process lives. Zero is a [`LockError::Config`] when a lock is requested.
+    /// holder keeps the lock for as long as its process lives. Zero is a [`LockError::Config`] when a lock is requested.
     #[must_use]
     pub fn max_hold(mut self, max_hold: Duration) -> Self {
         self.options.max_hold = Some(max_hold);
@@ -126,7 +126,8 @@ impl Locks {
 
     /// How many callers may wait for one lock in this process, behind the leader that has it or calls the store. Defaults to
     /// 1,000. One more is a [`LockError::QueueFull`]. With zero, one caller may still wait while another process has the lock,
-    /// or while it is being released. With fair locks and read/write locks, where each waiter calls the store, one more may wait.
+    /// or while it is being released. With fair locks and read/write locks, each waiter calls the store, and `waiters + 1` callers
+    /// may wait.
     #[must_use]
     pub fn max_waiters(mut self, waiters: usize) -> Self {
         self.options.max_waiters = waiters;
@@ -155,9 +156,9 @@ impl Locks {
 
     /// Asks the holder of a lock to release it while a caller waits for it. Off by default.
     ///
-    /// The holder learns it from [`Lease::release_requested`] and may ignore it. Use it for work that is worth less than its successor, such
-    /// as an upload whose client has reconnected. The first waiter of a process asks, with [fair](Self::fair) locks each waiter,
-    /// and again once a second, because a message may be lost. Each time costs a command in the background.
+    /// The holder learns it from [`Lease::release_requested`] and may ignore it. Use it for work that is worth less than its successor,
+    /// such as an upload whose client has reconnected. The first waiter of each process sends the request, and repeats it once a second,
+    /// because a message may be lost. With [fair](Self::fair) locks, each waiter does so. Each request costs a command in the background.
     ///
     /// ```
     /// use std::time::Duration;
@@ -228,14 +229,14 @@ impl Locks {
     ///
     /// With `Require(n)` a lease counts once `n` replicas have it (`WAIT`). They have half of the [deadline](Self::deadline) for that, or
     /// of the response timeout of the connections if that is shorter. Redis reports the end of the wait up to 100 ms late, so the call may
-    /// take as much longer. Concurrent calls share the wait. If other calls block all connections for that long, the call is not sent, and
-    /// counts as stored by no replica. If the server does not reply on any of them, that is a store error.
+    /// take 100 ms longer. Concurrent calls share the wait. If other calls block all connections for that long, the call is not sent, and
+    /// counts as stored by no replica. If the server is silent on all these connections, the call fails with a store error instead.
     ///
     /// With too few replicas, the acquisition is retried until the wait is over. It then fails with [`LockError::NotReplicated`], and
     /// grants are released. A renewal that too few replicas have in time makes the lease
-    /// [suspended](super::LeaseState::Suspended). It is lost at its old deadline unless a later renewal succeeds. A promoted
-    /// replica does not end a lease before its holder does, unless its clock is ahead of the primary's; then the lease ends
-    /// earlier by that difference.
+    /// [suspended](super::LeaseState::Suspended). It is lost at its previous end unless a later renewal succeeds. A promoted
+    /// replica does not end a lease before its holder does, unless the replica's clock is ahead of the primary's. In that case, the
+    /// lease ends earlier by that difference.
     ///
     /// This narrows the gap of a failover and does not close it: WAIT is no consensus, and a replica without the lease may be
     /// promoted. Require as many replicas as Sentinel or the cluster could choose from, minus replicas that may be down. Set
@@ -392,8 +393,8 @@ impl LockRequest {
         self
     }
 
-    /// Runs `body` with the lease, and releases it afterwards. If the lease is lost before, `body` is dropped at its current
-    /// await point, and the error says so.
+    /// Runs `body` with the lease, and releases it afterwards. If the lease is lost while `body` runs, `body` is dropped at its
+    /// current await point, and the error is a [`LockError::Lost`].
     ///
     /// If the release finds that the store no longer has the lease, [`RunError::Unprotected`] carries the output of `body`. Only
     /// a store call can find that out, so a lease that is handed off to the next waiter of this process is not checked.
@@ -440,7 +441,8 @@ impl LockRequest {
         };
         let output = outcome?;
         let grant = Arc::clone(lease.grant());
-        run_result(output, lease.release().await, [&*grant])
+        let _ = lease.release().await;
+        run_result(output, [&*grant])
     }
 }
 
@@ -450,7 +452,7 @@ pub(super) async fn unless_lost<T>(
     lost: impl Future<Output = Lost>,
 ) -> Result<T, LockError> {
     tokio::select! {
-        // After a stall, check this before the body runs.
+        // After a stall, check for a loss before the body runs on.
         biased;
         lost = lost => Err(lost.into()),
         value = body => Ok(value),

@@ -25,7 +25,7 @@ pub(super) struct LocksState {
     pub(super) renewals: RenewalScheduler,
     /// Whether a key can have several holders. Then callers queue locally only to call the store.
     pub(super) is_semaphore: bool,
-    // Both are created at first use: the circuit when its settings are known, the metrics when a recorder may be installed.
+    // Both are created at first use. Until then, `set_circuit` may change the breaker, and the program may install a metrics recorder.
     circuit: OnceLock<Circuit>,
     metrics: OnceLock<Metrics>,
     // The settings of the circuit breaker.
@@ -43,7 +43,7 @@ pub(super) struct LocksState {
     /// Acquisitions with an unknown outcome that are being undone.
     pub(super) undoing: AtomicUsize,
     idle: Notify,
-    // For leases that are dropped outside of a runtime.
+    // The runtime of the renewal task. It runs the releases of leases that are dropped outside of a runtime.
     fallback_runtime: Mutex<Option<Handle>>,
 }
 
@@ -100,7 +100,7 @@ impl LocksState {
         self.metrics.get_or_init(|| Metrics::new(self.name.as_str()))
     }
 
-    /// Counts a waiter, unless `max` wait already. A waiter that missed a grant was admitted before.
+    /// Counts a waiter, unless `max` callers wait already. `max` does not apply to a requeued waiter, which was admitted before.
     pub(super) fn register_waiter(
         &self,
         lock: &LockKey,
@@ -142,9 +142,9 @@ impl LocksState {
         }
     }
 
-    /// The number of leases that are held, acquired or released.
+    /// The number of leases that are held, being acquired or being released.
     fn leases(&self) -> usize {
-        // In this order: an item that moves to the next collection is in both for a moment, and is seen in one of them.
+        // Read in this order. An item that moves to the next collection is in both for a moment, so at least one of the reads counts it.
         let (locks, leases, releases) = (self.queues.len(), self.renewals.len(), self.releases.load(Ordering::SeqCst));
         // The queue of a lock stays while its lease is held or released.
         locks.max(leases + releases)
@@ -165,7 +165,7 @@ impl LocksState {
         self.spawn_in(Handle::try_current().ok().or_else(|| self.fallback_runtime()), task);
     }
 
-    /// The same in the runtime of the renewal task: the caller's is ending.
+    /// Runs `task` in the runtime of the renewal task, because the caller's runtime is ending.
     pub(super) fn spawn_on_fallback(self: &Arc<Self>, task: impl Future<Output = ()> + Send + 'static) {
         self.spawn_in(self.fallback_runtime(), task);
     }

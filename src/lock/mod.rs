@@ -54,10 +54,10 @@
 //! * One Redis primary has at most one live lease for a key.
 //! * The holder of an expiring lease knows the end *before* the lock can be granted again. The deadline counts from before the
 //!   command that set the expiry was sent, with a margin for clocks of different speed (1 % and 2 ms). It uses the local clock
-//!   and needs no reply. [`Locks::run`] drops its body then.
+//!   and needs no reply. [`Locks::run`] drops its body at the deadline.
 //! * If the store ends a lease, the holder learns it at the next renewal, after a third of the lease, or at the release. Another
 //!   client may have the lock before: after the key was deleted or evicted, after [`LockAdmin::force_release`], or if the clock of
-//!   the server was set forward. [`Locks::run`] returns [`RunError::Unprotected`] if the release finds that. Each loss is logged
+//!   the server was set forward. [`Locks::run`] returns [`RunError::Unprotected`] if the release finds the loss. Each loss is logged
 //!   at WARN and counted once.
 //! * A stalled process (a blocked thread, a stopped container) learns nothing until it resumes. The same holds for a suspended
 //!   machine. If the clock of the process stands still meanwhile, as on Linux, [`Lease::check`] may accept an ended lease until
@@ -178,13 +178,13 @@
 //! | | with HTTP | problem | with gRPC |
 //! | --- | --- | --- | --- |
 //! | held, also after waiting | 409 (or 423, 429), `Retry-After` | `busy` | `ABORTED`, `RetryInfo` |
-//! | too many wait | 503, `Retry-After` | `queue-full` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
-//! | too many of a [detached](LockLayer::detached) layer are at work | 503, `Retry-After` | `about:blank` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
+//! | the limit of waiters is reached | 503, `Retry-After` | `queue-full` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
+//! | a [detached](LockLayer::detached) layer has [`max_running`](LockLayer::max_running) requests | 503, `Retry-After` | `about:blank` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
 //! | the store fails, or too few replicas know of the lease | 503, `Retry-After` | `unavailable` | `UNAVAILABLE`, `RetryInfo` |
 //! | the lease is lost while the handler runs, which is cancelled | 503 | `lost` | `ABORTED`, "do not retry" |
 //! | the lease is lost while the body is sent | the body fails | | `ABORTED` in the trailers |
 //! | no key | 400 | `about:blank` | `INVALID_ARGUMENT` |
-//! | a [setting](LockLayer::new) that cannot work, or a key that is held as [another kind](#one-kind-for-a-key) | 500 | `about:blank` | `INTERNAL` |
+//! | an invalid [setting](LockLayer::new), or a key that is held as [another kind](#one-kind-for-a-key) | 500 | `about:blank` | `INTERNAL` |
 //!
 //! The `type` of a problem document is `about:blank`, or `urn:tollgate:lock:` and the name.
 //!
@@ -215,7 +215,7 @@
 //! to the back of the queue. A release notifies only the next waiter. This costs one or two more commands for each grant after
 //! waiting, and there is no handoff within a process. A queue holds up to 10,000 waiters.
 //!
-//! A waiter that is no longer polled delays no other waiter. An acquisition or release of more than 50 ms continues in a task of the locks.
+//! A waiter that is no longer polled delays no other waiter. An acquisition or release of more than 50 ms continues in a background task.
 //! A lease that its caller does not pick up within 250 ms, or a third of the [ttl](Locks::ttl) if that is shorter, goes to the next waiter.
 //! The caller keeps its position in its process, and its own [`wait`](Locks::wait). When it is polled again it continues to wait, or gets
 //! [`LockError::Busy`] if its wait is over. With fair locks and read/write locks it enters the queue of the store again, at the end: a kept
@@ -223,7 +223,7 @@
 //!
 //! With [`Locks::request_release`] waiters ask the holder to release the lock. [`Lease::release_requested`] tells the holder, which decides.
 //!
-//! # What is asked of the store
+//! # Store calls
 //!
 //! Acquiring and releasing a free lock cost one command each. On one Redis server, concurrent acquisitions share a command, and
 //! so do releases. A lease is renewed after a third of its time. Leases that are due at the same time share a command, on a
@@ -246,14 +246,14 @@
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_lock_requests_total` | `locks`, `outcome`: `granted`, `busy`, `queue_full`, `failed` by the store, `full` where a detached layer has too many requests at work, `refused` for any other reason | outcomes of requests for a lock, for [several](Locks::lock_all) at once, or for [any](Segmented::any) segment, unless the caller was dropped |
-//! | `tollgate_lock_wait_seconds` | `locks` | the time until it was granted, a histogram |
-//! | `tollgate_lock_hold_seconds` | `locks` | the time until it was given back, a histogram |
-//! | `tollgate_lock_handover_seconds` | `locks`, `way`: `hand`, `message` | the time from one holder to the next, a histogram: in this process, or since the message that another one gave the lock back |
+//! | `tollgate_lock_requests_total` | `locks`, `outcome`: `granted`, `busy`, `queue_full`, `failed` by the store, `full` if a detached layer has `max_running` requests, `refused` for any other reason | outcomes of requests for a lock, for [several](Locks::lock_all) at once, or for [any](Segmented::any) segment, unless the caller was dropped |
+//! | `tollgate_lock_wait_seconds` | `locks` | the time until a lock was granted, a histogram |
+//! | `tollgate_lock_hold_seconds` | `locks` | the time from the grant of a lease to its release, a histogram |
+//! | `tollgate_lock_handover_seconds` | `locks`, `way`: `hand`, `message` | the time from one holder to the next, a histogram. `hand`: by a handoff in this process. `message`: since the notification of a release |
 //! | `tollgate_lock_fallback_polls_total` | `locks` | polls of waiters without a notification |
 //! | `tollgate_lock_failed_renewals_total` | `locks` | renewals that failed, and were tried again while the lease lasted |
 //! | `tollgate_lock_lost_total` | `locks`, `reason`: `expired`, `taken`, `max_hold` | leases that were lost, each once, whether a renewal, a deadline or the release found it |
-//! | `tollgate_lock_handlers_running` | `locks` | requests of [detached](LockLayer::detached) layers at work, from asking for the lock until the handler has answered, a gauge |
+//! | `tollgate_lock_handlers_running` | `locks` | requests of [detached](LockLayer::detached) layers, from the request for the lock until the handler has responded, a gauge |
 //! | `tollgate_lock_unprotected_total` | `locks` | requests that a [`LockLayer`] let pass without their lock because the store failed |
 //! | `tollgate_lock_store_errors_total` | `locks` | calls for a lock that failed or were late |
 //! | `tollgate_lock_circuit_transitions_total` | `locks`, `state`: `open`, `closed` | circuits that opened and closed |

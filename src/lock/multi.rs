@@ -29,15 +29,16 @@ use crate::key::Key;
 impl Locks {
     /// Acquires the locks of all keys, or none.
     ///
-    /// Up to 128 keys on one server are acquired in one atomic step. On a cluster, that applies to keys of one slot. Slots,
-    /// [fair](Self::fair) locks and further keys are acquired one after the other in a global order, so callers with common keys
-    /// never deadlock. If one lock is not granted in time, the earlier ones are released. If an earlier one is lost meanwhile,
+    /// Up to 128 keys on one server are acquired in one atomic step; on a cluster, up to 128 keys of one slot. With
+    /// [fair](Self::fair) locks, each key is a step of its own. The steps follow a global order, so callers with common keys never
+    /// deadlock. If one lock is not granted in time, the earlier ones are released. If an earlier one is lost meanwhile,
     /// for instance by its [`max_hold`](Self::max_hold), all are released, and the error is [`LockError::Busy`].
     ///
     /// While the call waits for keys of one step, it holds none of the keys of this step. So other processes that keep acquiring single
     /// keys can delay it until its wait is over; with [fair](Self::fair) locks they cannot.
     ///
-    /// While the call waits for one key, other callers of this process may have to wait for the others as well. A repeated key counts once.
+    /// While the call waits for one key, other callers of this process may have to wait for its other keys as well. A repeated key counts
+    /// once.
     ///
     /// ```
     /// use tollgate::{Locks, MemoryBackend};
@@ -91,8 +92,8 @@ impl MultiRequest {
         self
     }
 
-    /// Runs `body` with the leases, and releases them afterwards. If one is lost before, `body` is dropped, and the error names
-    /// it: see [`LockRequest::run`](super::LockRequest::run).
+    /// Runs `body` with the leases, and releases them afterwards. If a lease is lost while `body` runs, `body` is dropped, and the
+    /// error names the lost lease: see [`LockRequest::run`](super::LockRequest::run).
     ///
     /// ```
     /// use tollgate::{Locks, MemoryBackend};
@@ -126,7 +127,8 @@ impl MultiRequest {
         };
         let output = outcome?;
         let grants: Vec<_> = leases.leases.iter().map(|lease| Arc::clone(lease.grant())).collect();
-        run_result(output, leases.release().await, grants.iter().map(|grant| &**grant))
+        let _ = leases.release().await;
+        run_result(output, grants.iter().map(|grant| &**grant))
     }
 }
 
@@ -268,12 +270,12 @@ impl MultiLease {
         self.leases.iter().map(Lease::remaining).min().unwrap_or(Duration::MAX)
     }
 
-    /// Waits until one of them is lost.
+    /// Waits until one of the leases is lost.
     pub async fn lost(&self) -> Lost {
         Lease::first_lost(&self.leases).await
     }
 
-    /// Another handle of each of them: see [`Lease::reenter`].
+    /// Another handle of each lease: see [`Lease::reenter`].
     pub fn reenter(&self) -> Self {
         Self { leases: self.leases.iter().map(Lease::reenter).collect() }
     }
@@ -282,7 +284,7 @@ impl MultiLease {
     ///
     /// # Errors
     ///
-    /// The first store error, if any. The other locks are released anyway, or retried in the background.
+    /// The first store error, if any. The other locks are released anyway. Failed releases are retried in the background.
     pub async fn release(mut self) -> Result<ReleaseOutcome, StoreError> {
         let outcomes = join_all(self.leases.drain(..).map(Lease::release)).await;
         outcomes.into_iter().try_fold(ReleaseOutcome::Released, |worst, outcome| Ok(worst.max(outcome?)))

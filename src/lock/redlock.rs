@@ -38,9 +38,9 @@ use crate::store::shutdown::ShutdownTarget;
 ///
 /// This is the algorithm that Redis calls Redlock. The client calls all stores at the same time. A lease is granted if a majority grants it
 /// with time left. As for any lease, the time counts from before the first call, less 1 % and 2 ms for clocks of different speed. Without
-/// such a majority, the client releases the lease on all stores. A renewal succeeds if a majority has it. It is retried for the rest of the
-/// lease if the failed stores could decide it. Once a majority has decided, the other stores get the same time again to reply, at least 10
-/// ms.
+/// such a majority, the client releases the lease on all stores. A renewal succeeds if a majority of the stores still has the lease. If the
+/// result depends on stores that failed, the client retries the renewal until the lease ends. Once a majority has decided, the client waits
+/// for the other stores as long again, at least 10 ms.
 ///
 /// # Guarantees and limits
 ///
@@ -49,20 +49,22 @@ use crate::store::shutdown::ShutdownTarget;
 ///   must be independent: primaries without replicas that could take over. A store that restarts without its data forgets its
 ///   grants. So it must write each grant to disk (`appendfsync always`), or stay away for as long as the longest lease. A clock
 ///   that is set forward ends leases early.
-/// * A [fence](super::Lease::fence) is the largest number of the stores that agreed, and each store uses its own clock. It is
+/// * A [fence](super::Lease::fence) is the largest of the fences that the stores granted, each from the clock of its store. It is
 ///   larger than all fences that this value and its clones have granted in this process. It is larger than the previous fence of
 ///   another process, unless the clocks differ by more than the time between both grants. **One primary promises more.** Where
 ///   fences must never go backwards, use one primary, or a consensus system.
-/// * Any store notifies waiters. Callers that try at the same time may have to retry, since the stores may grant to one caller
-///   each. There is no fair queue: [fair locks](super::Locks::fair), [`RwLocks`](super::RwLocks) and a
+/// * A notification from any store wakes waiters. If callers try at the same time, each may get a minority of the stores. Then all of them
+///   retry. There is no fair queue: [fair locks](super::Locks::fair), [`RwLocks`](super::RwLocks) and a
 ///   [`Semaphore`](super::Semaphore) with more than one permit are refused ([`ConfigError::NotByQuorum`]).
-/// * A slow store receives the release in the background, for up to 5 s and while a clone of this value exists. Without a reply
-///   in that time, its grant expires there, and so does a late grant of a stalled store. The next lease needs only a majority of the stores.
+/// * If a store is slow to reply to a release, the release continues in the background, for up to 5 s and while a clone of this value
+///   exists. If the store does not reply in that time, its grant stays until it expires. So does a late grant of a stalled store. The next
+///   lease needs only a majority of the stores.
 /// * A lease stays with the stores that granted it. If only two of three granted it, the lease is lost when one of the two goes down. The
 ///   third may have been down, or may have had an older grant.
 ///
-/// As a store, it must be called with a new token after each refusal: stores that granted the refused claim release it, possibly
-/// late. A repeated token may get another fence, because other stores may reply in time.
+/// If you call this value as a [`LockStore`], use a new token after each refusal. Stores that granted the refused claim release it,
+/// possibly late, and would release a new grant with the same token. A repeated claim may get another fence, because
+/// other stores may reply in time.
 ///
 /// For locks that save work rather than protect data, one primary is simpler and just as good.
 pub struct Redlock<S> {
@@ -88,7 +90,7 @@ type Answers<T> = Vec<Option<Result<T, StoreError>>>;
 /// The reply of a store to a release.
 struct StoreRelease {
     released: Released,
-    // Whether it was called again after a connection broke.
+    // Whether the store was called again after a connection broke.
     is_again: bool,
 }
 
@@ -118,7 +120,7 @@ impl<S> Redlock<S> {
         call: impl Fn(&'a S) -> Call<'a, T>,
         is_enough: impl Fn(&Answers<T>) -> bool,
     ) -> Answers<T> {
-        // All calls may be repeated with the same token.
+        // A call may be repeated with the same token, because its effect is the same.
         let call_all = async |store| match call(store).await {
             Err(error) if error.is_unavailable() => call(store).await,
             answer => answer,
@@ -127,7 +129,8 @@ impl<S> Redlock<S> {
             .await
     }
 
-    /// The same for a release, where `call` releases in one store. Stores without a timely reply finish in the background.
+    /// Like `call_all`, for a release. `call` releases in one store, and retries after a broken connection. Calls without a timely reply
+    /// continue in the background.
     async fn release_on_all<T, F>(
         &self,
         call: impl Fn(Arc<[S]>, usize) -> F,
@@ -179,7 +182,7 @@ async fn collect<T, F: Future<Output = Result<T, StoreError>>>(
 }
 
 impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
-    /// Takes leases everywhere. `call` takes all of them, or none, in one store.
+    /// Acquires leases in a majority of the stores. `call` acquires all of them, or none, in one store.
     async fn take<'a>(
         &'a self,
         claims: &[(LockKey, Claim)],
@@ -222,7 +225,7 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
             both.all(|(released, answer)| released.is_some() || !answer.as_ref().is_some_and(is_granted))
         };
         let tokens: Arc<[_]> = claims.iter().map(|(lock, claim)| (*lock, claim.token)).collect();
-        // At the same time, so that a silent store is waited for once.
+        // Release all locks at the same time, so that the call waits for a silent store only once.
         let call = |stores: Arc<[S]>, i: usize| {
             let tokens = Arc::clone(&tokens);
             async move {
@@ -239,7 +242,7 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
         drop(self.release_on_all(call, is_done).await);
     }
 
-    /// Why too few stores granted it.
+    /// The result of a claim that too few stores granted: why they did not.
     fn refuse(
         &self,
         count: usize,
@@ -346,7 +349,7 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
             leases.all(|i| count(answers, i, true) >= quorum || count(answers, i, false) > all - quorum)
         };
         let answers = self.call_all(call, is_decided).await;
-        // A call that depends on failed stores is repeated.
+        // The failed stores could decide the result, so return an error, and the caller retries.
         if !is_decided(&answers) {
             return Err(first_error(answers));
         }
@@ -362,7 +365,7 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
         let (lock, token, quorum) = (*lock, *token, self.quorum());
         let all = self.stores.len();
         let count = |answers: &Answers<StoreRelease>| answers.iter().flatten().flatten().count();
-        // If one store has forgotten it and another is slow, the slow one decides.
+        // If one of three stores has forgotten the lease and another is slow, the slow one decides.
         let is_decided = move |answers: &Answers<StoreRelease>| {
             let held = answers.iter().flatten().flatten().filter(|answer| answer.released.was_held).count();
             held >= quorum || count(answers) - held > all - quorum
@@ -384,7 +387,8 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
         }
         let answered = || answers.iter().flatten().flatten();
         let held = answered().filter(|answer| answer.released.was_held).count();
-        // These may have released it before the connection broke, or have not replied.
+        // Stores that may have held the lease: those without a reply, and those whose first call may have released it before the connection
+        // broke.
         let unclear = answered().filter(|answer| !answer.released.was_held && answer.is_again).count()
             + (answers.len() - count(&answers));
         if held < quorum && held + unclear >= quorum {
@@ -433,7 +437,7 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
         Notifications::any(answers.into_iter().flatten().flatten())
     }
 
-    /// Stores of one process cover no more than the process.
+    /// If one of the stores is local to this process, so are the locks.
     fn reach(&self) -> Reach {
         let is_shared = self.stores.iter().all(|store| store.reach() > Reach::Process);
         if is_shared { Reach::Quorum } else { Reach::Process }

@@ -65,12 +65,12 @@ impl fmt::Display for Full {
 
 impl Error for Full {}
 
-/// Connects locks with one type of requests and responses.
+/// Tells a [`LockLayer`](super::LockLayer) which requests need a lock, and how long a response keeps it.
 ///
 /// Implemented for the same types as [`Responder`](crate::responder::Responder), which makes the response.
 ///
-/// The default methods change what the lock protects: every request takes the lock, handlers find no [`LeaseHandle`], and the
-/// lock is released before the response body has ended. Over HTTP, do not implement this trait for another body or status: use
+/// With the default methods, every request takes the lock, handlers find no [`LeaseHandle`], and the
+/// lock is released before the response body has ended. So over HTTP, do not implement this trait for another body or status: use
 /// [`HttpResponder::map_rejection`](crate::HttpResponder::map_rejection).
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot decide which requests `{Req}` need a lock, and how long responses `{Res}` keep it",
@@ -94,7 +94,7 @@ pub trait BindLease<Req, Res> {
         let _ = request;
     }
 
-    /// Keeps the lock with `response` until its end. By default, releases the lock at once.
+    /// Keeps the lock until `response` has ended. By default, releases the lock at once.
     fn bind(&self, stay: LeaseGuard, response: &mut Res) {
         let _ = response;
         drop(stay);

@@ -192,8 +192,8 @@ impl LocksState {
         self.record_loss(grant, now);
         grant.notify_waiters();
         if grant.valid_until(now) == Err(LossReason::MaxHold) {
-            // The holder may not check its lease, and a renewal may just have succeeded. Releases it after the margin that an expired lease
-            // has.
+            // The holder may not check its lease, and a renewal may just have succeeded. So release the lease, after the margin by which an
+            // expired lease outlasts its holder in the store.
             ReleaseTask::for_grant(self, grant, now).in_background_at(Arc::clone(grant), now + grant.margin());
         }
         self.abandon(grant);
@@ -257,8 +257,8 @@ async fn run_renewals(task: Task, wake: Arc<Notify>) {
     loop {
         let Some(shared) = task.0.upgrade() else { return };
         let (mut renew, next) = shared.take_due(Instant::now());
-        // Leases with fewer replicas do not wait for leases with more replicas. The timeout of one lease in a call is at most twice that
-        // of another, so short leases do not fail long ones.
+        // One call renews leases with the same number of replicas, so none waits for the replicas of another. The timeouts in one call
+        // differ at most by a factor of two, so short leases do not fail long ones.
         let now = Instant::now();
         let shard = |grant: &Arc<Grant>| {
             let timeout = grant.renewal_timeout(now).as_millis().max(1).ilog2();

@@ -40,7 +40,8 @@ pub(super) struct ScheduledLease {
     pub(super) runtime: Option<Handle>,
 }
 
-/// Moves a pending call to a task, or takes a lease from a caller that is not polled in time, because other callers wait for the lock.
+/// Acts on a caller that is not polled in time, because other callers wait for the lock. Moves its pending call to a task, or takes its
+/// lease.
 pub(super) trait Watchdog: Send + Sync {
     fn expire(self: Arc<Self>, now: Instant);
 }
@@ -66,7 +67,7 @@ impl RenewalScheduler {
         Self { state: Mutex::default(), wake: Arc::default() }
     }
 
-    /// No code panics while it holds the lock, so a poisoned lock is intact.
+    /// No code panics while it holds the mutex, so a poisoned state is intact.
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

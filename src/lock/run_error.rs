@@ -3,8 +3,6 @@ use std::fmt;
 
 use super::error::{LockError, Lost};
 use super::grant::Grant;
-use super::release_outcome::ReleaseOutcome;
-use crate::error::StoreError;
 
 /// Why a body did not run under its lock from start to end.
 ///
@@ -13,8 +11,8 @@ use crate::error::StoreError;
 pub enum RunError<T> {
     /// The body did not start, or was cancelled because its lease was [lost](LockError::Lost).
     Lock(LockError),
-    /// The body has ended. At its release, the store no longer had the lease: another client may have held the lock while the
-    /// body ran.
+    /// The body has ended, but the store no longer had the lease when it was released. Another client may have held the lock while
+    /// the body ran.
     Unprotected {
         /// How the lease was lost.
         lost: Lost,
@@ -49,15 +47,8 @@ impl<T> RunError<T> {
     }
 }
 
-/// The result of a body after its release.
-pub(super) fn run_result<'a, T>(
-    output: T,
-    release: Result<ReleaseOutcome, StoreError>,
-    grants: impl IntoIterator<Item = &'a Grant>,
-) -> Result<T, RunError<T>> {
-    if !matches!(release, Ok(ReleaseOutcome::Lost)) {
-        return Ok(output);
-    }
+/// The result of a body after the release of its leases. A failed release is no error, since it is retried in the background.
+pub(super) fn run_result<'a, T>(output: T, grants: impl IntoIterator<Item = &'a Grant>) -> Result<T, RunError<T>> {
     let lost = |grant: &Grant| Some(Lost::new(*grant.lock(), grant.recorded_loss()?));
     match grants.into_iter().find_map(lost) {
         Some(lost) => Err(RunError::Unprotected { lost, output }),

@@ -106,7 +106,7 @@ impl RwLocks {
         self.with(|locks| locks.holder(name))
     }
 
-    /// Where a lease must be stored before it counts: see [`Locks::replication`].
+    /// Where a lease must be stored before it counts: see [`Locks::replication`]. Defaults to [`Replication::Primary`].
     #[must_use]
     pub fn replication(self, replication: Replication) -> Self {
         self.with(|locks| locks.replication(replication))
@@ -118,7 +118,7 @@ impl RwLocks {
         self.with(|locks| locks.deadline(deadline))
     }
 
-    /// Acquires a lease of `key` together with other readers, and waits while a writer has it or came before.
+    /// Acquires a lease of `key` together with other readers. Waits while a writer has the lease, and for writers that requested it before.
     pub fn read(&self, key: impl Into<Key>) -> LockRequest {
         self.locks.lock(key).shared()
     }
@@ -128,7 +128,7 @@ impl RwLocks {
         self.locks.try_lock(key).shared()
     }
 
-    /// Acquires the lease of `key` alone, and waits while others have it or came before.
+    /// Acquires the lease of `key` alone. Waits while other holders have it, and for callers that requested it before.
     pub fn write(&self, key: impl Into<Key>) -> LockRequest {
         self.locks.lock(key)
     }

@@ -66,11 +66,11 @@ impl Segmented {
 
     /// Acquires any free segment, and waits if none is free, as long as [`Locks::wait`].
     ///
-    /// It tries one segment after the other from a random start: one command for each that is not known to be held in this
-    /// process. If none is free, it waits for one of them, and after 100 ms tries all again.
+    /// It tries one segment after the other from a random start. A try sends one command, or none if this process holds the
+    /// segment. If no segment is free, it waits for one of them for up to 100 ms, and then tries all again.
     ///
-    /// A segment with a store error or too few replicas is skipped like a held one: another may be on a working server. The
-    /// first such error is returned only if no segment is granted in time.
+    /// A segment with a store error or too few replicas is skipped like a held one, since another segment may be on a working
+    /// server. Such an error is returned only if no segment is granted in time.
     pub fn any(&self) -> SegmentRequest<fn(u16) -> bool> {
         SegmentRequest { segmented: self.clone(), wait: self.locks.default_wait(), among: |_| true }
     }
@@ -109,28 +109,28 @@ impl<F> SegmentRequest<F> {
         self
     }
 
-    /// How long its lease is renewed at most: see [`Locks::max_hold`].
+    /// How long the lease of the segment is renewed at most: see [`Locks::max_hold`].
     pub fn max_hold(mut self, max_hold: Duration) -> Self {
         self.segmented.locks = self.segmented.locks.max_hold(max_hold);
         self
     }
 
-    /// How long to wait while no segment is free; with zero, each is tried once. If the store does not reply for some segments,
-    /// the others are tried for up to twice the [deadline](Locks::deadline) after that.
+    /// How long to wait while no segment is free. With zero, each segment is tried once. If the store does not reply for some
+    /// segments, the others are tried for up to twice the [deadline](Locks::deadline) after the end of the wait.
     pub fn wait(mut self, wait: Duration) -> Self {
         self.wait = wait;
         self
     }
 
-    /// Acquires only segments for which `among` is true. Without any, the result is [`LockError::Busy`].
+    /// Acquires only segments for which `among` is true. If it is true for none, the result is [`LockError::Busy`].
     pub fn among<F2: Fn(u16) -> bool>(self, among: F2) -> SegmentRequest<F2> {
         SegmentRequest { segmented: self.segmented, wait: self.wait, among }
     }
 }
 
 impl<F: Fn(u16) -> bool> SegmentRequest<F> {
-    /// Runs `body` with the segment, and releases it afterwards. If its lease is lost before, `body` is dropped, and the error
-    /// says so: see [`LockRequest::run`].
+    /// Runs `body` with the segment, and releases the segment afterwards. If the lease is lost while `body` runs, `body` is dropped,
+    /// and the error says so: see [`LockRequest::run`].
     ///
     /// # Errors
     ///
@@ -155,7 +155,8 @@ impl<F: Fn(u16) -> bool> SegmentRequest<F> {
             };
             let output = outcome?;
             let grant = Arc::clone(lease.grant());
-            run_result(output, lease.release().await, [&*grant])
+            let _ = lease.release().await;
+            run_result(output, [&*grant])
         }
     }
 }
@@ -197,7 +198,7 @@ impl RepeatableAcquisition for AnySegment {
     }
 
     fn begin(&mut self, start: Instant, _: bool) -> Call<Result<Segment, LockError>> {
-        // Create the metrics before anything can fail that they count. Single tries do not count.
+        // Create the metrics before the first failure that they count. They count the whole request, not the tries of single segments.
         self.metrics();
         let (segmented, wait, candidates) = (self.segmented.clone(), self.wait, self.candidates.clone());
         Box::pin(async move { take_any(&segmented, start, wait, candidates).await })
@@ -225,8 +226,8 @@ async fn take_any(
 ) -> Result<Segment, LockError> {
     let (shared, options) = segmented.locks.parts();
     let wait_end = after(start, wait);
-    // After the wait, if the store failed for one segment, each try may use half of the remaining time: a hanging segment leaves
-    // some to the others.
+    // If the store has failed for a segment, each try after `wait_end` may use half of the time until `answer_deadline`. So a segment on a
+    // hanging server leaves time for the others.
     let call_timeout = options.call_timeout();
     let answer_deadline = after(wait_end, call_timeout.saturating_mul(2));
     let left = || wait_end.saturating_duration_since(Instant::now());
@@ -240,8 +241,8 @@ async fn take_any(
         let lease = if is_short { timeout(share, request).await.map_err(late)?? } else { request.await? };
         Ok::<_, LockError>(Segment { index, lease })
     };
-    // Keeps the first failure that may differ for another segment or later. The first one came from the store; later ones may be
-    // due to lack of time.
+    // Skips a segment after a passing failure. Keeps the first failure, and returns it once `answer_deadline` has passed. The first one
+    // came from the store. Later ones may be due to lack of time.
     let pass_over = |failed: Option<LockError>, error| {
         let first = failed.unwrap_or(error);
         if Instant::now() < answer_deadline { Ok(Some(first)) } else { Err(first) }
@@ -279,13 +280,13 @@ async fn take_any(
         match failed {
             _ if has_waited => {}
             Some(_) => sleep(jittered(PAUSE).min(left())).await,
-            // No segment is worth waiting for.
+            // No segment can be waited for: each has a full wait queue, or is held by this caller.
             None => return Err(refused),
         }
     }
 }
 
-/// Whether another segment may still be granted.
+/// Whether this segment was refused, while another one may still be granted.
 const fn is_taken(error: &LockError) -> bool {
     matches!(error, LockError::Busy(_) | LockError::QueueFull(_) | LockError::Nested(_))
 }
@@ -342,7 +343,7 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    /// It tried four segments, and then waited for one of them.
+    /// An earlier version tried only four segments before it waited for one of them.
     #[tokio::test(start_paused = true)]
     async fn one_that_is_free_is_found_at_once_among_many_that_are_not() {
         let backend = MemoryBackend::new();

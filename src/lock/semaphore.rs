@@ -11,7 +11,8 @@ use crate::key::Key;
 use crate::reach::Reach;
 use crate::store::circuit::CircuitBreaker;
 
-/// Permits by key, for a number of holders at a time. Each is a [`Lease`](super::Lease) that expires with a dead holder.
+/// A semaphore for each key, which limits the number of holders. Each permit is a [`Lease`](super::Lease), so it expires if its holder
+/// dies.
 ///
 /// ```
 /// use tollgate::{MemoryBackend, lock::Semaphore};
@@ -39,7 +40,7 @@ pub struct Semaphore {
 }
 
 impl Semaphore {
-    /// Permits in `store`, which is a backend: `permits` for each key, from 1 to 1,000. Other numbers are a
+    /// Creates semaphores in `store`, which is a backend. Each key has `permits` permits, from 1 to 1,000. Other numbers are a
     /// [`LockError::Config`](super::LockError::Config) when a permit is requested. `name` separates these permits from other locks with the
     /// same keys: see [`Locks::new`].
     pub fn new(store: impl LockStore + Send + Sync + 'static, name: impl Into<Key>, permits: u32) -> Self {
@@ -101,7 +102,7 @@ impl Semaphore {
         self.with(|locks| locks.holder(name))
     }
 
-    /// Where a lease must be stored before it counts: see [`Locks::replication`].
+    /// Where a lease must be stored before it counts: see [`Locks::replication`]. Defaults to [`Replication::Primary`].
     #[must_use]
     pub fn replication(self, replication: Replication) -> Self {
         self.with(|locks| locks.replication(replication))

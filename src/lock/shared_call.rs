@@ -95,7 +95,8 @@ impl<R: RepeatableAcquisition> Drop for Acquire<R> {
     fn drop(&mut self) {
         if self.shared_call.is_some() {
             self.close();
-            // `close` may have woken the next waiter or the task. Free the slot, so that another worker can run it.
+            // `close` may have woken the next waiter or the task of the call. Free the LIFO slot of this thread, so that another worker
+            // thread can run the woken task.
             free_lifo_slot();
         }
     }
@@ -131,7 +132,7 @@ impl<O: Send + 'static> Future for DetachableCall<O> {
             return Poll::Pending;
         }
         let Some(shared_call) = &self.shared_call else { return Poll::Pending };
-        // An outcome without a lease is never late.
+        // The result is never `None`: only an outcome with a lease can be late.
         ready!(shared_call.poll(cx, || Box::pin(pending()))).map_or(Poll::Pending, Poll::Ready)
     }
 }
@@ -178,7 +179,7 @@ impl<O: Send + 'static> SharedCall<O> {
         shared_call
     }
 
-    /// No code panics while it holds the mutex, so a poisoned state is intact.
+    /// Only a panic of the polled call can poison the mutex. It leaves the state intact.
     fn state(&self) -> MutexGuard<'_, State<O>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -204,7 +205,7 @@ impl<O: Send + 'static> SharedCall<O> {
                 Polled::Pending => {}
                 Polled::Ready(outcome) => return Poll::Ready(Some(outcome)),
                 Polled::Late(outcome) => {
-                    // Drop the outcome without the mutex: its lease goes to the next waiter.
+                    // Unlock the mutex before the drop, which passes the lease to the next waiter.
                     drop(state);
                     drop(outcome);
                     return Poll::Ready(None);
@@ -221,7 +222,7 @@ impl<O: Send + 'static> SharedCall<O> {
         state.delivery.complete(outcome, granted_at, Instant::now());
     }
 
-    /// Replaces the watchdog. Sets none if the caller has no leader permit or lease to lose.
+    /// Replaces the watchdog. Sets none unless the caller polls the call or has a lease to pick up.
     fn set_watchdog(self: &Arc<Self>, state: &mut State<O>) {
         self.remove_watchdog(state);
         let watchdog = Arc::downgrade(self);
@@ -242,7 +243,7 @@ impl<O: Send + 'static> SharedCall<O> {
         let left = (state.delivery.close(), state.call.take());
         let task_waker = state.task_waker.take();
         drop(state);
-        // Drop both without the mutex. A dropped lease goes to the next waiter; a dropped call continues in a task.
+        // Unlock the mutex before the drop. A dropped lease goes to the next waiter; a dropped call continues in a task.
         drop(left);
         if let Some(task_waker) = task_waker {
             task_waker.wake();

@@ -45,9 +45,9 @@ impl LockStatus {
 pub struct LockHolder {
     /// The first fence of the lease. After handoffs within a process, the current one may be larger.
     pub fence: u64,
-    /// Until the lease ends, unless it is renewed.
+    /// The time until the lease ends, unless it is renewed.
     pub remaining: Duration,
-    /// How long the lease has been held, handoffs included. By the clock of the store, which may have been set since.
+    /// How long the lease has been held, handoffs included. Wrong if the clock of the store was set meanwhile.
     pub held_for: Duration,
     /// Its [name](crate::Locks::holder), if it has one.
     pub name: Option<String>,
@@ -65,10 +65,10 @@ impl LockHolder {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ForceReleased {
-    /// Number of holders.
+    /// Number of holders before the release.
     pub holders: usize,
-    /// All later fences of this lock are larger than this one. The protected data may refuse fences up to it at once. A process
-    /// with handoffs may still use a fence smaller than this one until it learns of the loss.
+    /// All later fences of this lock are larger than this one. So the protected data may refuse this fence and smaller ones from now on.
+    /// A process that hands its lease over locally may use such fences until it learns that the lease is lost.
     pub fence: u64,
 }
 

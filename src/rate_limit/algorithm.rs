@@ -14,20 +14,20 @@ use super::quota::{Algorithm, Limit, Quota};
 /// follows, or are so large that the script only compares them with smaller numbers:
 ///
 /// - The worth of a full bucket (`span * capacity`) is at most [`EXACT`], or is its capacity, with a `span` of 1.
-/// - A rate that this makes too coarse counts in parts, with `parts * step` below 2^53. A time is divided by `parts` before the quotient is
-///   multiplied by `step`. The remainder is below `parts`, so its product with `step` is below 2^53.
-/// - The steps of a sliding window are at most 2^26, or at most `EXACT / capacity`. The count of the last window is divided by their
-///   number before it is multiplied.
+/// - If whole debts per us are too coarse for the rate then, the debt counts in parts, with `parts * step` below 2^53. A time is divided by
+///   `parts` before the quotient is multiplied by `step`. The remainder is below `parts`, so its product with `step` is below 2^53.
+/// - The number of steps of a sliding window is at most 2^26, or at most `EXACT / capacity`. The count of the last window is divided by
+///   this number before it is multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LimitParams {
     pub(crate) algorithm: Algorithm,
     /// The window in us; for a token bucket, the worth of one token.
     pub(crate) span: u64,
-    /// The time unit of a sliding window in us; for a token bucket, the parts of a worth of 1 that are refilled per us.
+    /// The time unit of a sliding window in us; for a token bucket, the number of `parts` that are refilled per us.
     pub(crate) step: u64,
     /// The most units that can be used at once.
     pub(crate) capacity: u64,
-    /// The parts into which a worth of 1 is divided, for a token bucket. 1 for nearly all rates, and for the other algorithms.
+    /// The number of parts into which a token bucket divides a debt of 1. 1 for nearly all rates, and for the other algorithms.
     pub(crate) parts: u32,
 }
 
@@ -63,8 +63,8 @@ impl LimitParams {
         window.div_ceil((EXACT / capacity.max(1)).max(STEPS))
     }
 
-    /// `limit` tokens in `window_us`, as (worth of a token, parts refilled per us, parts). This is the reduced fraction, if the worth of a
-    /// full bucket is exact with it. Otherwise it is slower by less than one part per us, which is at most a hundred-millionth.
+    /// `limit` tokens in `window_us`, as (worth of a token, parts refilled per us, parts). The rate is exact, as a reduced fraction, if the
+    /// worth of a full bucket is at most [`EXACT`] then. Otherwise it is too low by less than one part per us, at most a hundred-millionth.
     fn rate(limit: u64, window_us: u64, capacity: u64) -> (u64, u64, u32) {
         let limit = limit.max(1);
         let common = greatest_common_divisor(limit, window_us);
@@ -85,7 +85,7 @@ impl LimitParams {
         self.span * self.capacity
     }
 
-    /// The most units that count, debts included.
+    /// The most units that can be in use. Charges that do not fit can exceed the capacity up to this number.
     fn max(&self) -> u64 {
         (2 * self.capacity).min(Quota::MAX_UNITS)
     }
@@ -133,7 +133,7 @@ impl LimitParams {
     }
 
     /// The units of the previous window that still count, `elapsed` us after the start of the current window.
-    // Not inlined, so that the other algorithms are.
+    // Not inlined, so that the compiler inlines the callers for the other algorithms.
     #[inline(never)]
     fn faded(&self, previous: u64, elapsed: u64) -> u64 {
         scale_up(previous, (self.span - elapsed).div_ceil(self.step), self.steps())
@@ -152,7 +152,7 @@ fn greatest_common_divisor(mut a: u64, mut b: u64) -> u64 {
     a
 }
 
-/// The state of one limit for one key. It does not store its parameters, so pass those of its creation.
+/// The state of one limit for one key. It does not store its parameters, so pass those that its units were charged with.
 ///
 /// A sliding log keeps its requests elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -320,14 +320,14 @@ impl Count {
     }
 
     /// Gives back `units` that were charged at the instant `at`, as far as they still count at `now`. `missing` is the number of tokens
-    /// missing from a bucket then, or 0 if unknown.
+    /// that were missing from a bucket right after the charge, rounded up, or 0 if unknown.
     pub(crate) fn refund(&mut self, params: &LimitParams, now: u64, at: u64, missing: u64, units: u64) {
         let max = params.max();
         let (units, missing) = (units.min(max), missing.min(max));
         match self {
             Self::TokenBucket { since, debt, part } if at >= *since => {
-                // Without the charge, the bucket might have been full for a while, and that refill would have been lost. A token that was
-                // missing then and has not been refilled since was not lost.
+                // Without the charge, the bucket might have become full, and would have lost its refill from then on. So the refund is at
+                // most the rest of the debt from right after the charge: what the refill since then has not covered.
                 let least = missing.saturating_sub(1).max(units) * params.span;
                 let (still, _) = params.refilled(least, 0, now.saturating_sub(at));
                 let given_back = still.min(units * params.span);
@@ -409,8 +409,8 @@ fn scale_wide(value: u64, by: u64, of: u64, rounding: u64) -> u64 {
     u64::try_from(scaled).unwrap_or(u64::MAX)
 }
 
-/// Converts the states of a policy from `old` to `new` parameters. `None` for a limit that starts from zero. Algorithms and windows are the
-/// same; the numbers may differ.
+/// Converts the states of a policy from `old` to `new` parameters. `None` for a limit that starts from zero. The limits have the same
+/// algorithms and windows, and may differ in their numbers of units.
 pub(crate) fn carry_over<'a>(
     old: &'a [LimitParams],
     counts: impl Fn(usize) -> Option<Count> + 'a,

@@ -14,8 +14,8 @@ use crate::store::shutdown::ShutdownTarget;
 
 /// Caches denials, and denies further requests of the same key without a store call.
 ///
-/// A client that keeps calling with an exhausted quota then costs a map lookup instead of a round trip. Wraps any store, and works below a
-/// layer and a [`Limiter`](super::Limiter):
+/// A client that keeps calling with an exhausted quota then costs a map lookup instead of a round trip. It wraps any store. Pass it as the
+/// store to a layer or a [`Limiter`](super::Limiter):
 ///
 /// ```
 /// use std::time::Duration;
@@ -39,21 +39,21 @@ use crate::store::shutdown::ShutdownTarget;
 ///
 /// # Accuracy
 ///
-/// It never admits a request itself. It denies more than the store only after an operation made room: a lifted block, a reset, or a refund.
-/// If the operation went through this cache or a clone of it, it takes effect at once. If another process did it, it takes effect after the
-/// [maximum age](Self::max_age) at the latest. Room that appears with time is known from the denial.
+/// The cache never admits a request itself. It denies more than the store only after an operation freed units: a lifted block, a reset, or
+/// a refund. If the operation went through this cache or a clone of it, it takes effect at once. If another process did it, it takes effect
+/// after the [maximum age](Self::max_age) at the latest. Units that become free with time are no such case: the denial tells when.
 ///
 /// A denial is cached for its cost and its exact policy: a request with a lower cost or other limits goes to the store. A request with a
 /// higher cost gets the wait of the lower cost, which is the least that it has to wait. Waits shrink as time passes. The remaining units
 /// are those from the time of the store call.
 ///
 /// [`peek`](RateLimitStore::peek) always calls the store. For several keys ([`check_all`](RateLimitStore::check_all)), one cached denial is
-/// enough to deny the request. The decisions of the other keys have no limits then.
+/// enough to deny the request. The decisions of the other keys then list no limits.
 ///
 /// # Memory
 ///
 /// At most [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY) denials by default. Expired denials are removed as new ones are added. If the cache
-/// is full, the denial of a small sample that ends first is evicted, which costs a store call.
+/// is full, it evicts the denial that ends first in a small sample. The next request of that key then needs a store call.
 #[derive(Clone, Debug)]
 pub struct DenyCache<S> {
     store: S,
@@ -66,8 +66,8 @@ pub struct DenyCache<S> {
 struct ShardState {
     hits: u64,
     misses: u64,
-    // How often a key was changed through the cache: a denial that was in flight meanwhile may be out of date. One counter for the whole
-    // shard, since the cost is only a further store call.
+    // How often a key was changed through the cache. If it changes during a store call, the returned denial may be out of date, and is not
+    // cached. One counter serves all keys of the shard, since a change of another key costs only a further store call.
     changes: u64,
 }
 
@@ -78,9 +78,9 @@ struct CachedDenial {
     // The lowest denied cost.
     cost: u64,
     decision: Decision,
-    // When the denial was received. It was made earlier, so its waits end no later than counted from here.
+    // When the denial was received. The waits of its decision count from here. The store decided earlier, so no wait is too short.
     received_at: Instant,
-    // When the store is called again. Counted from before the call, so no later than the cost fits.
+    // When the store is called again. The wait counts from before the store call, so this is never after the time when the cost fits.
     until: Instant,
 }
 
@@ -120,7 +120,8 @@ impl<S> DenyCache<S> {
         Self { denials: Arc::new(ShardedMap::new(denials)), ..self }
     }
 
-    /// Sets the longest time without a store call for a key: changes by other processes are noticed this late. Zero disables the cache.
+    /// Sets the longest time without a store call for a key. Changes by other processes take effect after this time at the latest. Zero
+    /// disables the cache.
     /// Defaults to [`DEFAULT_MAX_AGE`](Self::DEFAULT_MAX_AGE), 1 second.
     #[must_use]
     pub fn max_age(self, max_age: Duration) -> Self {
@@ -213,7 +214,8 @@ impl<S> DenyCache<S> {
         }
     }
 
-    /// Removes the denial of a key, now and when the returned value is dropped: a concurrent check may or may not see the change.
+    /// Removes the denial of a key, now and when the returned value is dropped. Keep that value until the store call has ended: checks
+    /// during the call may cache a denial from before the change.
     fn forget<'a>(&'a self, policy: &'a Policy, key: &'a Key) -> Forget<'a> {
         let forget = Forget { denials: &self.denials, policy, key };
         forget.now();

@@ -111,7 +111,7 @@ impl DescriptorList {
         Some(Self::One(Descriptor { decision: Some(decision.later(elapsed)), question: None, ..descriptor.clone() }))
     }
 
-    /// Removes the descriptors that are not enforced according to their `evaluated` copies, and returns these copies.
+    /// Removes the descriptors whose copies in `evaluated` are not enforced. Returns these copies.
     pub(super) fn take_shadows(&mut self, evaluated: &[Descriptor]) -> Vec<Descriptor> {
         if evaluated.iter().all(|descriptor| descriptor.enforced) {
             return Vec::new();

@@ -14,7 +14,7 @@ pub trait RequestFilter<Req> {
     /// Adds further policies and keys of the request to `descriptors`, and returns what happens to the request.
     fn filter(&self, request: &Req, descriptors: &mut Descriptors) -> FilterAction;
 
-    /// Returns the resolver call for the request. Only [`resolver_from`](super::RateLimitLayer::resolver_from) has one.
+    /// Returns the resolver call for the request. `None` without [`resolver_from`](super::RateLimitLayer::resolver_from).
     #[doc(hidden)]
     fn question(&self, request: &Req) -> Option<ResolverCall> {
         let _ = request;

@@ -37,7 +37,7 @@ pin_project! {
 pin_project! {
     #[project = StageProj]
     enum Stage<S, Req, F, A, T> {
-        // The request was admitted, and its charge is not tracked. Does without the settings, to save their reference count.
+        // The request was admitted, and its charge is not tracked. Holds no `Arc` of the settings, to save its reference counting.
         Plain { #[pin] future: F, responder: A },
         Tracked { #[pin] state: State<S, Req, F>, charge: ChargeRef, settings: Arc<T> },
         // The response was returned.
@@ -139,7 +139,8 @@ impl<B, K, C, A, R, X> Settings<B, K, LayerOptions<C, A, R, X>> {
         !R::NEEDS_RESPONSE && !self.options.responder.attaches() && !self.options.responder.annotates()
     }
 
-    /// Keeps the descriptors of an admitted request if they are needed later, in a handle if there has to be one.
+    /// Keeps the descriptors of an admitted request if they are needed later. Creates a handle if the responder attaches it or if the
+    /// charge depends on the response.
     #[inline]
     pub(super) fn track<S, Req>(
         &self,

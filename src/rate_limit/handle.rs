@@ -50,10 +50,10 @@ use crate::store::shutdown::{ShutdownReport, ShutdownTarget, Work};
 ///
 /// # When it takes effect
 ///
-/// When the last clone is dropped: with the request, or later if a handler keeps a clone in its response stream. Then one correction is
-/// sent to the store, the result of all calls, even if the response future was dropped because the client disconnected. Units that are
-/// given back become available again in limits whose window of the charge has not ended. Other limits ignore them. Added units are charged
-/// even beyond the limit: see [`RateLimitStore::settle`].
+/// When the last clone is dropped: with the request, or later if a handler keeps a clone in its response stream. Then the result of all
+/// calls is sent to the store as one correction, even if the response future was dropped because the client disconnected. Units that are
+/// given back become available again in each limit whose window at the time of the charge has not ended. Other limits ignore these units.
+/// Added units are charged even beyond the limit: see [`RateLimitStore::settle`].
 ///
 /// The correction is sent in the background, on any thread, within the deadline of the layer. If the store fails, or more than
 /// [1,024](Self::MAX_PENDING) corrections are in flight, the charge stays as it was. This also happens if the runtime ends first: before
@@ -124,8 +124,9 @@ impl RateLimitHandle {
         }
     }
 
-    /// Charges `units` more, also if the cost of the request was 0. If the request passed because the store had failed, `units` are charged
-    /// and its cost stays uncounted. If it passed because a [resolver](super::PolicyResolver) had failed, they are lost.
+    /// Charges `units` more, also if the cost of the request was 0. If the request passed because the store had failed, only `units` are
+    /// charged: the cost of the request stays uncounted. If it passed because a [resolver](super::PolicyResolver) had failed, `units` are
+    /// lost.
     pub fn charge(&self, units: u64) {
         self.change_by(as_change(units));
     }
@@ -165,7 +166,7 @@ impl Drop for ChargeState {
         if change != 0 {
             for descriptor in mem::take(&mut self.descriptors) {
                 let decision = descriptor.decision.as_ref();
-                // For a cost of 0, or without a decision, nothing was charged. Then there is no receipt, and adding units needs none.
+                // For a cost of 0, or without a decision, nothing was charged, so there is no receipt. The instant 0 stands for no receipt.
                 let is_uncharged = decision.is_none_or(|decision| self.cost == 0 && decision.is_allowed());
                 let new_charge = (is_uncharged && change > 0).then_some(Receipt::at_micros(0));
                 if let Some(receipt) = decision.and_then(Decision::receipt).or(new_charge) {
@@ -265,7 +266,7 @@ pub(super) struct Correction {
 }
 
 impl Correction {
-    /// `permit` is for corrections in the background.
+    /// Only corrections that are sent in the background have a `permit`.
     pub(super) fn new(policy: Policy, change: i64, permit: Option<InFlightPermit>) -> Self {
         Self { policy, change, outcome: None, _permit: permit }
     }
@@ -304,7 +305,7 @@ impl InFlight {
         }
     }
 
-    /// Waits until there is none.
+    /// Waits until no correction is in flight.
     pub(super) async fn wait_idle(&self) {
         loop {
             let mut idle = pin!(self.idle.notified());

@@ -58,15 +58,15 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, LayerOptions<C, A, R, X>> {
     ///
     /// A request passes if all policies have room. It is charged to all of them or to none. If several have no room, the rejection names
     /// the limits of each, and the longest wait. On a single Redis and in memory this is one atomic decision; see
-    /// [`RateLimitStore::check_all`] for other stores. `policy` needs a name of its own. Policies that are not [enforced](Policy::mode) do
-    /// not affect the decision, and are counted separately.
+    /// [`RateLimitStore::check_all`] for other stores. `policy` needs a name of its own. A policy that is not [enforced](Policy::mode) does
+    /// not affect the decision, and is charged independently of the others.
     ///
     /// A request that lacks this key is treated like one that lacks the key of the layer. By default it is rejected, whatever other keys it
     /// has: see [`on_missing_key`](Self::on_missing_key). For a key that only some requests have, use
     /// [`and_if_present`](Self::and_if_present).
     ///
-    /// A [`DenyCache`](super::DenyCache) also denies such a request if one of its keys is known to be over a limit.
-    /// [`QuotaPrefetch`](super::QuotaPrefetch) is not used for such requests: the store charges all their policies together.
+    /// A [`DenyCache`](super::DenyCache) denies a request with several keys if one of them is known to be over a limit.
+    /// [`QuotaPrefetch`](super::QuotaPrefetch) is not used for these requests: the store charges all their policies together.
     ///
     /// ```
     /// # #[cfg(feature = "http")] {
@@ -114,8 +114,9 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, LayerOptions<C, A, R, X>> {
     /// Adds a filter, which decides for each request whether it is counted, and under which further policies and keys. Use this if policies
     /// depend, for example, on what an outer layer has put into the extensions of the request.
     ///
-    /// The filter is called before the key is extracted. Lists and filters that you added before it are called first, and it is skipped if
-    /// they have decided. A list that you add later is called before it. Policies and keys that it adds count as with [`and`](Self::and).
+    /// The filter is called before the key is extracted. It is called after all lists, and after the filters that you added before it. If
+    /// one of them lets the request pass uncounted or rejects it, this filter is skipped. Policies and keys that the filter adds count as
+    /// with [`and`](Self::and).
     /// Create its policies once and clone them: a policy that is created for each request has to be prepared for counting each time.
     ///
     /// ```
@@ -127,7 +128,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, LayerOptions<C, A, R, X>> {
     /// use tollgate::{BoxError, MemoryBackend, Policy, Quota, RateLimitLayer};
     /// use tower::{ServiceBuilder, ServiceExt, service_fn};
     ///
-    /// // What a layer further out has found in the token of a request.
+    /// // An outer layer has read the account from the token of the request.
     /// #[derive(Clone)]
     /// struct Account {
     ///     id: u64,
@@ -136,7 +137,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, LayerOptions<C, A, R, X>> {
     ///
     /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), BoxError> {
     /// let total = Policy::new("total", Quota::per_second(5_000).fixed_window());
-    /// // One name and algorithm, so that what was counted stays when an account changes from one to the other.
+    /// // Both policies have the same name and algorithm, so an account keeps its counts when it changes from one to the other.
     /// let [free, paid] = [1, 100].map(|quota| Policy::new("account", Quota::per_minute(quota).fixed_window()));
     /// let by_account = move |request: &Request, descriptors: &mut Descriptors| {
     ///     let Some(account) = request.extensions().get::<Account>() else { return FilterAction::Deny };
@@ -202,7 +203,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, LayerOptions<C, A, R, X>> {
     ///
     /// The resolved policy is cached under the key of the layer, and concurrent requests with one key share one resolver call. So the key
     /// and the input must identify the same client. A request without an input uses the cached policy of its key, or the policy of the
-    /// layer if there is none. This replaces a resolver that you set before.
+    /// layer if there is none. `resolver_from` replaces a resolver that you set before.
     ///
     /// `input` is called only if no fresh policy is cached, or if requests may [wait](Self::wait) for room. The value is dropped when the
     /// resolver has answered, and is never logged.
@@ -256,7 +257,7 @@ impl<B, K, O: Clone> RateLimitLayer<B, K, O> {
     }
 
     /// Fails unless the backend shares its counts as widely as `needed` requires, so that the memory backend is not mistaken for a
-    /// distributed one. While the backend fails, [`RateLimitFallback`] applies instead.
+    /// distributed one. The check ignores [`RateLimitFallback`], which applies while the backend fails.
     ///
     /// # Errors
     ///
@@ -288,10 +289,11 @@ impl<B, K, O: Clone> RateLimitLayer<B, K, O> {
     /// also calls at least once a second, since other processes may give units back. Each such call that returns counts as a
     /// [decision](super#metrics) in the metrics.
     ///
-    /// Each time the first waiter is admitted, twice as many waiters may call at the same time, as far as there is room, until one of them
-    /// is denied. So the queue empties if the quota has room for all arriving requests, and if the [burst](super::Quota::burst) is at least
+    /// Each time the first waiter is admitted, the number of waiters that may call at the same time doubles, up to the remaining room.
+    /// After a denial, only the first waiter calls again. So the queue empties if the quota has room for all arriving requests, and if the
+    /// [burst](super::Quota::burst) is at least
     /// twice what is refilled during one store call. With a smaller burst, the queue may admit only one request per store call. A later
-    /// request never overtakes a waiter, except that of two calls at the same time the cheaper one may be admitted. Between processes, the
+    /// request overtakes a waiter only if both call at the same time and there is room only for the cheaper request. Between processes, the
     /// first call gets the room.
     ///
     /// A request is rejected at once if the denial lasts longer than `wait`, or if its cost exceeds the quota. Otherwise it is rejected
@@ -303,13 +305,13 @@ impl<B, K, O: Clone> RateLimitLayer<B, K, O> {
     /// once the last denial from the store has expired.
     ///
     /// A request that [counts under several keys](Self::and) waits in the queue of the key with the longest denial, so it does not delay
-    /// waiters for its other keys. If another key has no room when its turn comes, it moves to the end of the queue of that key.
+    /// waiters for its other keys. If another key has no room when the request's turn comes, the request moves to the end of that key's
+    /// queue.
     ///
-    /// Up to 1,000 requests wait at the same time, or [`max_waiters_in_total`](Self::max_waiters_in_total); further requests are rejected.
+    /// Up to [`max_waiters_in_total`](Self::max_waiters_in_total) requests wait at the same time; further requests are rejected.
     /// A waiter keeps the inner service that reported ready, with its permit. If you drop its future, it leaves the queue, and nothing is
-    /// charged. If a waiter whose turn has come is neither polled nor dropped, it delays the waiters behind it until it is 250 ms late. If
-    /// the next waiter is not polled either, the delay is up to one second longer. Once it is polled, the late
-    /// waiter is first again.
+    /// charged. If a waiter whose turn has come is neither polled nor dropped, the next waiter takes its turn after 250 ms. If the next
+    /// waiter is not polled either, this takes up to one second longer. Once the late waiter is polled, it is first again.
     ///
     /// ```
     /// use std::time::Duration;
@@ -344,8 +346,8 @@ impl<B, K, O: Clone> RateLimitLayer<B, K, O> {
     /// Sets how many requests may [wait](Self::wait) for room at the same time in this process. Applies to all clones of the layer that you
     /// make afterwards. Defaults to 1,000.
     ///
-    /// All queues share this number, and one queue may use all of it. Requests of other clients over their limit are rejected at once then.
-    /// If you do not trust your clients with that, limit the concurrent requests of each client in front of this layer.
+    /// All queues share this number. If one queue uses all of it, requests of other clients over their limit are rejected at once. If you
+    /// do not trust your clients, limit the concurrent requests of each client in front of this layer.
     pub fn max_waiters_in_total(self, waiters: usize) -> Self {
         self.change(|core| {
             core.max_waiters_in_total = waiters;
@@ -366,12 +368,14 @@ impl<B, K, O: Clone> RateLimitLayer<B, K, O> {
         self.change(|core| core.shared.circuits = Arc::new(Circuits::new(breaker)))
     }
 
-    /// Sets how long a decision may take in total. After that it counts as a store error. Defaults to 100 ms.
+    /// Sets how long the store calls of a decision may take together. After that, the layer treats the decision as a store error. Defaults
+    /// to 100 ms.
     ///
-    /// With zero, a store that cannot answer immediately is not called. Its requests are rejected as with [`RateLimitFallback::Deny`],
-    /// whatever you configured. The source of the [`StoreError`](crate::StoreError), also in the log, is a [`ConfigError::ZeroTimeout`].
+    /// With zero, a store that cannot answer immediately is not called. The requests are rejected as with [`RateLimitFallback::Deny`],
+    /// whatever fallback you configured. The source of the [`StoreError`](crate::StoreError), also in the log, is a
+    /// [`ConfigError::ZeroTimeout`].
     ///
-    /// A [resolver](Self::resolver) call has the same time before the store call, so both can take twice as long in total. If the resolver
+    /// A [resolver](Self::resolver) call before the store calls has a separate deadline of the same length. If the resolver
     /// has answered for the key before, the request waits only half as long for a new answer.
     pub fn deadline(self, deadline: Duration) -> Self {
         self.change(|core| core.deadline = deadline)

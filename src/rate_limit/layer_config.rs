@@ -30,7 +30,7 @@ pub(super) struct LayerConfig<B> {
     pub(super) on_store_error: RateLimitFallback,
     pub(super) replicas: u32,
     pub(super) shared: SharedState,
-    /// The runtime of the first request that ran in one, for corrections that are sent from a thread without a runtime.
+    /// The first tokio runtime in which a request ran. Corrections from a thread without a runtime are sent in it.
     pub(super) runtime: Arc<OnceLock<Handle>>,
 }
 
@@ -54,8 +54,8 @@ impl<B> LayerConfig<B> {
         }
     }
 
-    /// The fallback for a failing store. With a deadline of zero it is always `Deny`: the store has not failed, and each process would
-    /// admit a whole quota.
+    /// The fallback for a failing store. With a deadline of zero it is always `Deny`: calls then fail although the store works, and with
+    /// `Local` each process would admit a whole quota.
     pub(super) fn effective_fallback(&self) -> RateLimitFallback {
         if self.deadline.is_zero() { RateLimitFallback::Deny } else { self.on_store_error }
     }
@@ -101,8 +101,8 @@ pub(super) struct WaitConfig {
     pub(super) queues: Arc<WaitQueues>,
 }
 
-/// State that layers on the same backend can share: the circuits, the counts of this process for a failing backend, and the corrections
-/// in flight.
+/// State that layers on the same backend can share: the circuits, the counts that this process uses while the backend fails, and the
+/// corrections in flight.
 #[derive(Clone)]
 pub(crate) struct SharedState {
     pub(super) circuits: Arc<Circuits>,
@@ -131,7 +131,7 @@ pub(super) struct Circuits {
     pub(super) store: Circuit,
     /// For shadow policies that are checked beside enforced ones.
     pub(super) shadow: Circuit,
-    // If layers share a circuit: the policy of the layer that opened it. The close is recorded under the same policy.
+    // The policy of the layer that opened `store`, since layers can share it. The close is recorded under the same policy.
     tripped_by: Mutex<Option<Policy>>,
 }
 
@@ -148,9 +148,8 @@ impl Circuits {
 /// What happens to a request when the store fails or is late, or when the [circuit](CircuitBreaker) is open. Defaults to
 /// [`Local`](Self::Local).
 ///
-/// The log has one line when a store begins to fail, and one at the first reply after a second without failures. It also has one for each
-/// time that the
-/// [circuit](CircuitBreaker) opens or closes.
+/// The layer logs one line when a store begins to fail, and one at the first reply after a second without failures. It also logs one line
+/// whenever the [circuit](CircuitBreaker) opens or closes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RateLimitFallback {

@@ -1,23 +1,24 @@
 //! Counters and histograms of the `metrics` facade; nothing without the feature `metrics`.
 //!
-//! Their labels are the policy and the outcome, never a key.
+//! Their labels are the policy, and the outcome or the state of the circuit, never a key.
 
 use super::decision::Outcome;
 
-/// The outcome of a request.
+/// The outcome of a decision, as a label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     Allowed,
     Limited,
     Never,
     Blocked,
-    /// Over a limit that is not enforced.
+    /// A shadow policy would have rejected the request.
     Shadow,
     MissingKey,
+    /// The filter of the layer denied the request.
     Denied,
     /// This policy had room, but another one rejected the request, and nothing was charged.
     TurnedAway,
-    /// The store failed: admitted or rejected by `RateLimitFallback`.
+    /// The store failed, and `RateLimitFallback` admitted (open) or rejected (closed) the request.
     FailedOpen,
     FailedClosed,
     /// The store failed, and this process decided by itself.
@@ -55,7 +56,8 @@ impl Verdict {
     }
 }
 
-/// What happened to units that [`QuotaPrefetch`](super::QuotaPrefetch) drew in advance. Other units were handed out, or are held.
+/// What happened to units that [`QuotaPrefetch`](super::QuotaPrefetch) drew in advance. Drawn units that are neither given back nor
+/// expired were spent on requests, or are still held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Leased {
     Drawn,

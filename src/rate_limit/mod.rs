@@ -29,7 +29,7 @@
 //! # }
 //! ```
 //!
-//! All options: a limit per client and route and one per address, requests of different cost, and denial while the store fails. With HTTP a
+//! Options: a limit per client and route and one per address, requests of different cost, and denial while the store fails. With HTTP a
 //! rejection is a response. `matched_path()`, and the peer address from axum's `ConnectInfo`, need the feature `axum`.
 //!
 //! ```
@@ -112,9 +112,9 @@
 //! Redis counts by the clock of its server, which an operator, NTP or a failover can set. The memory backend counts by a monotonic clock,
 //! which cannot be set.
 //!
-//! If a clock is set back, no extra request is admitted: for a key, the store counts too little time, or none, between its last charge and
-//! its next request. Its next request may wait longer by the uncounted time, at most the real time between the two. The table calls it
-//! `that time`. If a clock is set forward, windows end early by as much.
+//! If a clock is set back, no extra request is admitted. The store counts too little time, or none, between the last charge of a key and
+//! the next request for it. This request may wait longer by the uncounted time, which is at most the real time since the charge. If a clock
+//! is set forward, windows end early by the length of the jump. In the table, `that time` is the uncounted time or the jump.
 //!
 //! | algorithm | clock set back | clock set forward |
 //! | --- | --- | --- |
@@ -153,15 +153,16 @@
 //! | `tollgate_wait_seconds` | `policy`: of the wait queue | histogram of the time that requests of a layer [waited](RateLimitLayer::wait) in a queue, until they were admitted, rejected or dropped |
 //! | `tollgate_store_errors_total` | `policy`: of the layer or [`Limiter`] | store calls that failed or timed out |
 //! | `tollgate_resolver_errors_total` | `policy`: of the layer | requests for which a [`PolicyResolver`] failed or timed out. Includes requests that used a stale policy or a cached error |
-//! | `tollgate_circuit_transitions_total` | `policy`, `state`: `open`, `closed` | circuits that opened and closed, without the separate circuits of [shadow policies](#trying-a-limit) beside enforced ones. The circuit of a rules file counts both under the policy whose request opened it |
+//! | `tollgate_circuit_transitions_total` | `policy`, `state`: `open`, `closed` | circuits that opened and closed, without the separate circuits of [shadow policies](#trying-a-limit) beside enforced ones. The circuit of a rules file counts both states under the policy whose request opened it |
 //! | `tollgate_settlements_total` | `policy`, `outcome`: `done`, `lost` | corrections of charges |
 //! | `tollgate_leased_units_total` | `policy`, `outcome`: `drawn`, `given_back`, `expired` | units of [`QuotaPrefetch`]: drawn in advance, returned unused, and expired unused. Expired units are counted at the next request for the key |
 //! | `tollgate_deny_cache_total` | `policy`, `outcome`: `hit`, `miss` | requests that a [`DenyCache`] answered itself, and requests that it passed to its store |
 //!
 //! `tracing` has a span `rate_limit` at DEBUG around the resolver and store calls for each request of a layer. It has an event at DEBUG for
 //! each request over a limit. It has one WARN when a store or a resolver begins to fail, and one when a circuit opens. Warnings about
-//! shadow policies say so. The field `then` is the [`RateLimitFallback`] that the layer applies; if a resolver fails, it applies only to
-//! keys without a stale policy. The field `old_answer` is true if the first key that failed had a stale policy.
+//! shadow policies contain the words `shadow policies`. The field `then` is the [`RateLimitFallback`] that the layer applies; if a
+//! resolver fails, it applies only to keys without a stale policy. The field `old_answer` is true if the first key that failed
+//! had a stale policy.
 //!
 //! # Without a round trip
 //!

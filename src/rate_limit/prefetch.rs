@@ -45,13 +45,14 @@ use crate::store::shutdown::ShutdownTarget;
 /// # }
 /// ```
 ///
-/// Clones share the leases. If many of your clients are over their limits, put a [`DenyCache`](super::DenyCache) around it.
+/// A lease is the units that a draw has charged for a key. Clones share the leases. If many of your clients are over their limits, put
+/// a [`DenyCache`](super::DenyCache) around this store.
 ///
 /// # Accuracy
 ///
 /// It never admits beyond the quota: units are charged in the store before they are handed out, in the window in which they are used. A
-/// lease ends with the first of the windows from which it was drawn. Its end is computed conservatively: it is counted from before the
-/// store call, less a thousandth of the remaining time and one millisecond for clock drift. (The store's clock must not be set forward
+/// lease ends with the first of the windows from which it was drawn. Its end is computed conservatively: the remaining time is counted from
+/// before the store call, and shortened by a thousandth and one millisecond for clock drift. (The store's clock must not be set forward
 /// meanwhile, and the machine must not be suspended.)
 ///
 /// It may admit less than the quota: units that one process holds are not available to others, and expire if they are not used in time. A
@@ -62,14 +63,14 @@ use crate::store::shutdown::ShutdownTarget;
 ///
 /// A block or reset by another process is noticed when the lease ends, after the [maximum age](Self::max_age) at the latest. Until then,
 /// the rest of the lease is handed out. A block or reset through this store or a clone of it ends the lease at once. A debt made by
-/// [`settle`](RateLimitStore::settle) does not end the lease, since its units were charged before. If you give back more than was charged,
-/// you give back units that are held for other requests.
+/// [`settle`](RateLimitStore::settle) does not end the lease, since the units of the lease were charged before. If you give back more than
+/// was charged, you give back units that are held for other requests.
 ///
 /// # Usage
 ///
 /// Leases exist only for policies whose limits are all [fixed windows](super::Quota::fixed_window), since only there a unit has the same
-/// value at any time of the window. Other policies are passed on to the store, and so are [`check_all`](RateLimitStore::check_all) and
-/// [`peek`](RateLimitStore::peek), which does not see the units held here.
+/// value at any time of the window. Calls for other policies go to the store. So do [`check_all`](RateLimitStore::check_all) with several
+/// requests, and [`peek`](RateLimitStore::peek), which counts the units held here as used.
 ///
 /// A key gets a lease after [`PROMOTE_AFTER`](Self::PROMOTE_AFTER) requests within [`EARN_WITHIN`](Self::EARN_WITHIN). Other keys are
 /// counted exactly and lose nothing. Leases start small. They double when they are used up within 10 ms, and are halved when they are not
@@ -106,7 +107,7 @@ pub struct PrefetchStats {
     pub draws: u64,
     /// The units that were charged in the store by draws, or may have been if no reply arrived.
     pub drawn: u64,
-    /// The drawn units that admitted requests were charged.
+    /// The drawn units that admitted requests have used.
     pub handed_out: u64,
     /// The units that were given back to the store.
     pub given_back: u64,
@@ -210,15 +211,15 @@ impl<S> QuotaPrefetch<S> {
         Self { store: Arc::new(store), max_age: Self::DEFAULT_MAX_AGE, share: 8, slots }
     }
 
-    /// Sets the maximum number of keys, at least one. If there are more, a key of a sample whose lease ends first is evicted. The returned
+    /// Sets the maximum number of keys, at least one. A further key evicts the key of a sample whose lease ends first. The returned
     /// store starts without leases, and shares none with earlier clones. Defaults to [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY), 10,000.
     #[must_use]
     pub fn capacity(self, keys: usize) -> Self {
         Self { slots: Arc::new(ShardedMap::new(keys)), ..self }
     }
 
-    /// Sets how long a lease is kept, unless its window ends before. Changes by other processes are noticed this late. Defaults to
-    /// [`DEFAULT_MAX_AGE`](Self::DEFAULT_MAX_AGE), 1 second.
+    /// Sets how long a lease is kept, unless its window ends before. Blocks and resets by other processes are noticed after this time at
+    /// the latest. Defaults to [`DEFAULT_MAX_AGE`](Self::DEFAULT_MAX_AGE), 1 second.
     #[must_use]
     pub fn max_age(self, max_age: Duration) -> Self {
         Self { max_age, ..self }
@@ -427,7 +428,7 @@ impl<S> QuotaPrefetch<S> {
         })
     }
 
-    /// Removes the lease of a key. It gets no lease until the returned value is dropped.
+    /// Removes the lease of a key. The key gets no other lease until the returned guard is dropped.
     fn change<'a>(&'a self, policy: &'a Policy, key: &'a Key) -> ChangeGuard<'a> {
         let location = self.slots.locate(policy, key);
         let mut shard = self.slots.lock(location);
@@ -524,7 +525,8 @@ impl<S> Refill<S> {
 }
 
 impl<S: RateLimitStore + Send + Sync + 'static> Refill<S> {
-    /// Draws units for several requests. The first costs `cost` and waits for the reply. Continues for a while if that one is dropped.
+    /// Draws units for several requests. The first costs `cost` and waits for `reply`. If it is dropped, the draw continues for the
+    /// background timeout.
     async fn run(mut self, cost: u64, mut reply: oneshot::Sender<RefillReply>) {
         let (called_at, units) = (Instant::now(), self.requested);
         let result = {
@@ -598,7 +600,8 @@ impl<S> Drop for Refill<S> {
     }
 }
 
-/// Units that are being given back. They count as expired on drop unless that succeeded, since a metrics counter cannot be decremented.
+/// Units that are being given back. Its drop counts them as expired in the metrics, unless the call succeeded. They are not counted before,
+/// since a metrics counter cannot be decremented.
 struct ReturnGuard {
     policy: Policy,
     units: u64,
@@ -657,7 +660,7 @@ impl<S: RateLimitStore + Send + Sync + 'static> QuotaPrefetch<S> {
                 Err(_) => task.await,
             }
         }
-        // Without a reply, it has ended with its runtime.
+        // Without a reply, the draw has ended with its runtime.
         receiver.await.unwrap_or(Ok(None))
     }
 
@@ -703,7 +706,7 @@ impl<S: RateLimitStore + Send + Sync + 'static> QuotaPrefetch<S> {
         let _ = timeout(deadline, given_back).await;
     }
 
-    /// Gives back units that were recorded as expired. They stay expired if that fails.
+    /// Gives back units that the statistics count as expired. If the call fails, they stay expired.
     async fn return_units(&self, location: Location, key: &Key, receipt: Receipt, mut guard: ReturnGuard) {
         let units = guard.units;
         if self.store.settle(&guard.policy, key, receipt, -as_change(units)).await.is_ok() {

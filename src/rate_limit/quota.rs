@@ -143,10 +143,10 @@ impl Quota {
     /// Counts in two windows, and reduces the older count as time passes in the newer window: nearly as strict as a
     /// [log](Self::sliding_log), at the cost of two numbers.
     ///
-    /// The count of the previous window is scaled by the share of it that is less than one window's length ago, and rounded up. This treats
-    /// its requests as spread evenly. So a client that spreads its requests evenly gets the quota less at most one in each window. For a
-    /// quota of two or three that is a lot: use a token bucket or a log. In the worst case, with all requests of the last window at its
-    /// end, somewhat less than twice the quota passes within one window's length.
+    /// The count of the previous window is scaled by the share of that window that is less than one window's length ago, and rounded up.
+    /// This treats the requests of that window as spread evenly. So a client that spreads its requests evenly gets the quota less at most
+    /// one in each window. For a quota of two or three that is a lot: use a token bucket or a log. In the worst case, with all requests of
+    /// the last window at its end, somewhat less than twice the quota passes within one window's length.
     ///
     /// If the window in microseconds times the quota is above 2^51, the share is counted in coarser steps: of at most a 67-millionth of the
     /// window, rounded up to whole microseconds.
@@ -155,7 +155,7 @@ impl Quota {
         Limit { quota: self, algorithm: Algorithm::SlidingWindow, capacity: self.limit }
     }
 
-    /// Logs every request until it is one window old: never more than the quota in *any* span of a window's length.
+    /// Logs every request until it is one window old. So at most the quota passes in *any* span of a window's length.
     ///
     /// Exact, but needs more memory: 12 bytes per logged request in Redis, 16 in memory.
     ///
@@ -271,14 +271,14 @@ impl Limit {
 /// Defaults to [`Keep`](Self::Keep).
 ///
 /// This applies to the numbers: quotas, bursts, and the rates of token buckets. Policies with one name are counted separately if their
-/// limits differ in number, order, algorithms or windows, except the windows of token buckets. Such a change starts from zero, also for
-/// blocks, and while two releases share a store, each enforces its own limits.
+/// limits differ in number, order, algorithms or windows, except the windows of token buckets. After such a change, counts start from
+/// zero and earlier blocks do not apply. While two releases share a store, each enforces its own limits.
 ///
 /// The first request that is charged under the new numbers converts the counts. Counts of windows and buckets are cut at twice the new
 /// quota: a client that used 900 of 1,000 counts as having used 200 of 100. A [correction](super::RateLimitHandle) of an earlier charge
-/// uses the stored numbers if it gives units back, or if the new numbers would cut or remove counts. Units that are charged later to a
-/// request with a cost of 0 count under the numbers of that request. While two releases with different numbers share a store, counts are
-/// converted back and forth. This is harmless with `Keep`. With `Proportional`, units are rounded up each time.
+/// uses the stored numbers if it gives units back, or if the new numbers would cut or remove counts. If a correction charges units
+/// to a request with a cost of 0, they count under the numbers that the request used. While two releases with different numbers share a
+/// store, counts are converted back and forth. This is harmless with `Keep`. With `Proportional`, units are rounded up each time.
 ///
 /// **With `Reset`, two quotas under one name that are in use at the same time enforce nothing**: each request that finds the numbers of the
 /// other quota starts from zero. This happens during a rolling deploy, and permanently if two layers give different quotas the same name.
@@ -345,7 +345,7 @@ mod tests {
         assert!(matches!(Quota::per_day(1).burst(3_661), Err(ConfigError::BurstOutOfRange { burst: 3_661, .. })));
     }
 
-    /// Regression: it was refused as a bucket that never fills.
+    /// Regression: a quota of 0 was refused as a bucket that never fills.
     #[test]
     fn zero_quota_accepts_any_burst() {
         for burst in [1, 20, Quota::MAX_UNITS] {

@@ -56,7 +56,7 @@ use crate::store::deadline::Deadline;
 ///
 /// An answer is cached for a [time](Self::time_to_live), by default one minute, and for a maximum [number](Self::capacity) of keys, by
 /// default 10,000. Concurrent requests with one key share one resolver call. If an answer has expired and the resolver fails, or takes
-/// longer than half of the deadline, the stale answer is used. It is used for the same time again, or until the new answer arrives.
+/// longer than half of the deadline, the stale answer is used. It stays in use for another time to live, or until the new answer arrives.
 ///
 /// An error is cached for one second, for at most [1,024](Self::MAX_FAILURES) keys. So invented keys neither cause a call per request nor
 /// displace an answer. If the resolver answers for such keys too, with a default policy for example, answers that were used only once are
@@ -65,8 +65,8 @@ use crate::store::deadline::Deadline;
 /// # Keys
 ///
 /// The resolver gets the key as the layer extracted it, which may differ from the value that the client sent. `tollgate::http::header`
-/// makes a [digest](Key::digest) of the value, so that no secret is kept. A key from a fallback is [marked](Key::as_fallback). So use such
-/// keys in your table of plans:
+/// makes a [digest](Key::digest) of the value, so that no secret is kept. A key from a fallback is [marked](Key::as_fallback). So use the
+/// extracted keys in your table of plans:
 ///
 /// ```
 /// # #[cfg(feature = "http")] {
@@ -95,8 +95,9 @@ use crate::store::deadline::Deadline;
 ///
 /// If a resolver fails, or takes longer than the deadline of the layer, [`RateLimitFallback`](super::RateLimitFallback) applies to the
 /// request, as if the store had failed. With `Local`, the policy of the layer is enforced, in its own [mode](super::Mode). With `Deny`, the
-/// request is rejected, whatever that mode is, even if the resolver would return only shadow policies. The store call gets its own deadline
-/// afterwards. Failures of a resolver affect neither the metrics of the store nor its [circuit](super::CircuitBreaker).
+/// request is rejected, whatever that mode is, even if the resolver would return only shadow policies. The store call has its own deadline,
+/// which begins after the resolver call. Failures of a resolver affect neither the metrics of the store nor its
+/// [circuit](super::CircuitBreaker).
 ///
 /// The log has one line with the error when a resolver begins to fail. It has one more when the resolver answers and has not failed for one
 /// minute. Neither names a key. If unknown keys are normal in your service, return a policy for them instead of an error.
@@ -104,8 +105,8 @@ use crate::store::deadline::Deadline;
 /// # Cancellation
 ///
 /// A resolver call continues when its request is late or dropped, until its [timeout](Self::timeout), and the next request gets the answer.
-/// It runs in a task of the runtime of that request. If this runtime ends, requests that wait in another runtime call again. At most
-/// [1,024](Self::MAX_RUNNING) calls run at the same time, and further calls wait for a permit.
+/// It runs in a task of the runtime of that request. If this runtime ends, requests that wait in another runtime call the resolver again.
+/// At most [1,024](Self::MAX_RUNNING) calls run at the same time, and further calls wait for a permit.
 pub struct PolicyResolver<V = Key> {
     // `None` if each request brings its own `ResolverCall`.
     resolve: Option<Arc<Resolve<V>>>,
@@ -136,14 +137,14 @@ impl ResolverCall {
 
 impl fmt::Debug for ResolverCall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Question(..)")
+        f.write_str("ResolverCall(..)")
     }
 }
 
 /// State that the clones of a resolver share.
 struct Shared {
     cache: Mutex<Cached>,
-    // For running calls.
+    // Each running call holds one.
     permits: Arc<Semaphore>,
     outage: OutageTracker,
 }
@@ -194,7 +195,7 @@ pub(super) enum Resolved {
 const RECOVERED: Duration = Duration::from_secs(60);
 /// How many errors are cached, and for how long.
 const FAILURES: Bounds = Bounds { capacity: PolicyResolver::MAX_FAILURES, time_to_live: Duration::from_secs(1) };
-/// How late an attempt may report its timeout. After that, its runtime no longer runs it.
+/// If an attempt has not reported its timeout after this time, its runtime has probably stopped. The next request starts another attempt.
 const LATE: Duration = Duration::from_secs(1);
 
 impl PolicyResolver {
@@ -302,7 +303,7 @@ impl PolicyResolver {
         self.resolve.is_none()
     }
 
-    /// The resolver call for a request: made from its key, or brought by the request, if any.
+    /// The resolver call for a request: made from its key, or `question` if each request brings its own input.
     pub(super) fn question(&self, key: &Key, question: Option<&ResolverCall>) -> Option<ResolverCall> {
         match &self.resolve {
             Some(resolve) => Some(ResolverCall::new(resolve, *key)),
@@ -349,7 +350,7 @@ impl PolicyResolver {
     fn stale(&self, key: &Key, stale_timeout: Duration) -> Option<(Policy, Duration)> {
         let cache = self.shared.lock();
         let (_, stale) = cache.answers.get(key)?;
-        // Counted from the start of the running call, so that not every request waits anew for a late one.
+        // Counted from the start of the running call, so that not every request waits the full time for a slow call.
         let elapsed = cache.running.get(key).map_or(Duration::ZERO, |running| running.began.elapsed());
         Some((stale.clone(), stale_timeout.saturating_sub(elapsed)))
     }
@@ -428,7 +429,7 @@ impl PolicyResolver {
             }
             .in_current_span(),
         );
-        // A resolver that completes at once needs no task. A panic does not reach the request, as it would not from a task.
+        // A resolver that completes at once needs no task. A panic does not reach the request, just like a panic in a task.
         let started = catch_unwind(AssertUnwindSafe(|| {
             let first = task.as_mut().poll(&mut Context::from_waker(Waker::noop()));
             if first.is_pending() {

@@ -25,7 +25,7 @@ use crate::responder::Responder;
 
 /// A service behind a rate limit. See the [module docs](crate::rate_limit) for examples.
 ///
-/// Ready when the inner service is ready: the key of a request is not known before, so there is no store call in `poll_ready`. The inner
+/// Ready when the inner service is ready: `poll_ready` makes no store call, since the key is known only when the request arrives. The inner
 /// service that reported ready is held during the store call. If it holds a permit, for example of a concurrency limit below this layer, a
 /// rejected request releases the permit unused.
 #[must_use]

@@ -32,7 +32,7 @@ pub(super) trait Expiry {
 /// A part of the map. Entries are in a dense array, so that a few can be examined by index.
 #[derive(Debug)]
 pub(super) struct Shard<T, B> {
-    /// State of the owner of the map, one for each shard.
+    /// What the owner of the map keeps for each shard.
     pub(super) state: B,
     // Without a hasher: the keyed hash that selects the shard is reused here.
     slots: IndexMap<Descriptor, T, ()>,
@@ -133,8 +133,8 @@ impl<T, B> Shard<T, B> {
 }
 
 impl<T: Expiry, B> Shard<T, B> {
-    /// Inserts or replaces an entry, and removes up to two expired ones. If there is no room, evicts the entry of a sample that expires
-    /// first. Calls `on_removed` with each removed entry.
+    /// Replaces an entry, or inserts it and removes up to two expired ones. If an insert finds no room, it examines a sample and evicts the
+    /// entry that expires first. Calls `on_removed` with each replaced or removed entry.
     pub(super) fn put(
         &mut self,
         location: Location,
@@ -158,7 +158,7 @@ impl<T: Expiry, B> Shard<T, B> {
             }
         }
         if self.slots.len() >= self.capacity {
-            // Spread over the array, since neighbours were inserted at about the same time.
+            // The sample is spread over the array, since neighbours were inserted at about the same time.
             let (len, stride) = (self.slots.len(), self.slots.len().div_ceil(SAMPLE));
             let sample = (0..SAMPLE).map(|step| (self.sweep_cursor + step * stride) % len);
             if let Some(victim) = sample.min_by_key(|index| self.slots[*index].expires_at()) {
@@ -172,7 +172,7 @@ impl<T: Expiry, B> Shard<T, B> {
         }
     }
 
-    /// Moves the last entry into the gap.
+    /// Removes the entry at index `victim`. The last entry takes its index.
     fn evict(&mut self, victim: usize, on_removed: &mut impl FnMut(&mut B, T)) {
         if let Some((_, entry)) = self.slots.swap_remove_index(victim) {
             on_removed(&mut self.state, entry);

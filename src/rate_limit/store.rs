@@ -14,8 +14,8 @@ use crate::store::shutdown::ShutdownTarget;
 
 /// The operations that rate limiting needs from a backend. Each decision is atomic.
 ///
-/// A store is called only with costs that can be allowed at all: no more than the capacity of each limit, which is not 0. [`Limiter`] and
-/// the layer decide about other costs themselves. Every backend passes the same contract tests. To test your own backend, use
+/// A store is called only with costs that can be allowed at all: each limit has a capacity of at least 1 and at least the cost. [`Limiter`]
+/// and the layer decide about other costs themselves. Every backend passes the same contract tests. To test your own backend, use
 /// `tollgate::testing` (feature `testing`).
 ///
 /// # Cancellation
@@ -36,8 +36,8 @@ pub trait RateLimitStore {
         None
     }
 
-    /// Charges `cost` units, which are not 0, if it is known immediately that all limits have room. `None`, with nothing charged, does not
-    /// mean a denial: call [`check_now`](Self::check_now) then.
+    /// Charges `cost` units if it is known immediately that all limits have room. The cost is never 0. `None`, with nothing charged, does
+    /// not mean a denial: call [`check_now`](Self::check_now) then.
     ///
     /// For callers that need no details of an allowed decision, which makes it cheaper. Optional; defaults to `None`.
     fn charge_now(&self, policy: &Policy, key: &Key, cost: u64) -> Option<Charged> {
@@ -46,14 +46,14 @@ pub trait RateLimitStore {
     }
 
     /// Charges several keys, each by its own policy, if all of them have room, and none otherwise. Returns the decisions in the order of
-    /// `requests`. If one is a denial, the others are what they would have been, or have no limits if they were not evaluated. A key that
-    /// occurs twice is charged twice.
+    /// `requests`. If one is a denial, each other decision tells whether its own policy has room. A decision that was not evaluated has no
+    /// limits. A key that occurs twice is charged twice.
     ///
     /// A store should do this atomically. This default implementation cannot: it charges one key after the other, and gives the charges
     /// back if one is denied or fails. Meanwhile, other requests may be denied for units that are given back a moment later. A charge that
-    /// cannot be given back stays. If the call is dropped, for example at a deadline, this implementation gives nothing back. A Redis
-    /// Cluster then gives back in the background: only the charge of the call in flight can stay, since its result is unknown. Neither
-    /// admits a request beyond a limit.
+    /// cannot be given back stays. If the call is dropped, for example at a deadline, this implementation gives nothing back. With a Redis
+    /// Cluster, the backend then gives the charges back in the background. Only the charge of the call in flight can stay, since its result
+    /// is unknown. Neither implementation admits a request beyond a limit.
     fn check_all(&self, requests: &[Request]) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send
     where
         Self: Sync,
@@ -78,9 +78,10 @@ pub trait RateLimitStore {
     /// unit is given back into another window. A token bucket gives back only tokens that were missing after the charge and have not been
     /// refilled since.
     ///
-    /// If the key has been counted with other numbers ([`QuotaChange`](super::QuotaChange)), the numbers of `policy` may be those of an
-    /// older and smaller quota. If they would cut or remove counts, the stored numbers are used, and always for a refund. Units that are
-    /// added with a receipt of the instant 0 correct no charge. They always count with the numbers of `policy`.
+    /// The key may have been counted with other numbers than those of `policy`, which may be an older and smaller quota: see
+    /// [`QuotaChange`](super::QuotaChange). A refund always uses the stored numbers. Added units use the stored numbers if those of
+    /// `policy` would cut or remove counts. A receipt of the instant 0 belongs to no charge: its units always count with the numbers of
+    /// `policy`.
     fn settle(
         &self,
         policy: &Policy,
@@ -101,8 +102,9 @@ pub trait RateLimitStore {
         Reach::Process
     }
 
-    /// Adds work to the shutdown of the backend, which closes it and waits for it: see [`backend`](crate::backend#shutdown). A store that
-    /// wraps another one has to pass the call on. Defaults to nothing, for a store without a shutdown.
+    /// Adds work to the shutdown of the backend. The shutdown closes this work and waits until it ends: see
+    /// [`backend`](crate::backend#shutdown). A store that wraps another one has to pass the call on. Defaults to nothing, for a store
+    /// without a shutdown.
     fn add_to_shutdown(&self, target: &ShutdownTarget) {
         let _ = target;
     }
@@ -173,7 +175,7 @@ where
             _ if !denied => {
                 denied = true;
                 let refunded = guard.refund().await;
-                // A failed charge reports its own error, which is the cause.
+                // If the charge failed, return its own error, which is the cause, and not that of the refund.
                 if decision.is_ok() {
                     refunded?;
                 }
@@ -231,7 +233,7 @@ mod tests {
     use crate::MemoryBackend;
     use crate::rate_limit::Quota;
 
-    /// Has no atomic decision about several keys. Fails or hangs for the policies of these names.
+    /// A store without an atomic decision about several keys. Its checks fail for the policy `fails`, and hang for the policy `hangs`.
     struct Plain {
         memory: MemoryBackend,
         settles: bool,

@@ -17,7 +17,7 @@ use super::wait_queue::{CachedDenial, QueueKey, WaitQueues, Waiter};
 use crate::key::Key;
 
 impl Evaluation {
-    /// How long to wait for room after a denial, if that is over before `until`.
+    /// How long to wait for room after a denial. `None` if that would last beyond `until`.
     fn pause(&self, until: Instant) -> Option<Duration> {
         let Err(Rejection::Limited(limited)) = &self.result else { return None };
         limited.retry_after().filter(|wait| after(Instant::now(), *wait) <= until)
@@ -30,8 +30,8 @@ fn after(now: Instant, time: Duration) -> Instant {
 }
 
 impl<B: RateLimitStore + Sync> LayerConfig<B> {
-    /// Whether requests wait for this policy and key. For the key of the layer, `policy` is the policy of the layer, whatever a resolver
-    /// returns.
+    /// Whether requests wait for this policy and key. For the key of the layer, pass the policy of the layer, even if a resolver chose
+    /// another one.
     #[inline]
     pub(super) fn has_queue(&self, policy: &Policy, key: &Key) -> bool {
         self.wait_config.as_ref().is_some_and(|wait_config| wait_config.queues.has_queue(policy, key))
@@ -44,8 +44,8 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         decision.retry_after().is_some_and(|wait| wait <= wait_config.wait)
     }
 
-    /// Evaluates a request that may have to wait for room, in the queue of the descriptor with the longest denial. A denial from when the
-    /// request `arrived`, if any, is used instead of a first call.
+    /// Evaluates a request that may have to wait for room, in the queue of the descriptor with the longest denial. If the
+    /// only descriptor was denied when the request `arrived`, an unexpired denial replaces the first call.
     pub(super) async fn evaluate_with_wait(
         &self,
         mut descriptors: DescriptorList,
@@ -56,7 +56,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         let Some(WaitConfig { wait, queues }) = self.wait_config.as_ref().filter(|_| cost > 0) else {
             return self.evaluate(descriptors, cost).await;
         };
-        // If the capacity is exceeded, as far as is known, waiting does not help.
+        // Waiting does not help if a known policy can never allow this cost. The resolver may have a cached policy.
         if let Some(primary) = descriptors.iter_mut().find(|descriptor| self.is_unresolved(descriptor))
             && let Some(policy) = self.resolver.as_ref().and_then(|resolver| resolver.cached_policy(&primary.key))
         {
@@ -101,7 +101,8 @@ enum Next {
     Return(Evaluation),
     /// Call the store again.
     Retry,
-    /// Wait in the queue of this denial. The evaluation, if there is one, returned the denial, and the room is expected at that instant.
+    /// Wait in the queue of this denial. If the denial is from an evaluation of this request, that evaluation is the second field, with
+    /// the instant at which room is expected.
     Queue(Descriptor, Option<(Instant, Evaluation)>),
 }
 
@@ -128,7 +129,7 @@ impl<B: RateLimitStore + Sync> WaitingRequest<'_, B> {
         }
     }
 
-    /// Calls the store, unless the first decision is known.
+    /// Calls the store, unless `denied` has the first decision.
     async fn call(&mut self, denied: Option<DescriptorList>) -> Next {
         // The next call is due one wait after this instant, so that the round trip does not add to the wait.
         let called_at = Instant::now();
@@ -169,7 +170,7 @@ impl<B: RateLimitStore + Sync> WaitingRequest<'_, B> {
         let queried = self.layer.query(&mut undecided, self.cost).await;
         if let (Err(_), Some(waiter)) = (&queried, &self.waiter) {
             waiter.narrow();
-            // If a call before the denial has expired fails, the denial still holds.
+            // After a failed call, an unexpired denial still holds.
             if let Some(denial) = waiter.unexpired_denial() {
                 return Err(match self.expires_in_time(&denial) {
                     Some(room) if waiter.wait_again(room, self.until).await => Next::Retry,

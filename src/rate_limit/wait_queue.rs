@@ -15,8 +15,8 @@ use super::descriptor::Descriptor;
 use super::policy::Policy;
 use crate::key::Key;
 
-/// How long the first waiter of a queue goes without a store call. Units that other processes give back are noticed after this time at the
-/// latest.
+/// The longest time between two store calls of the first waiter of a queue. Units that other processes give back are noticed after this
+/// time at the latest.
 const RECHECK: Duration = Duration::from_secs(1);
 
 /// How late a waiter may be after its turn has come, before others take its turn. Its future may be alive without being polled.
@@ -26,8 +26,8 @@ const GRACE: Duration = Duration::from_millis(250);
 const SHORTEST_WAIT: Duration = Duration::from_micros(1);
 
 /// The queues of a layer, one for each policy and key for which requests wait. While there is no room, only the first waiter of a queue
-/// calls the store, so that many waiters cause no more calls than one. If there is room for several, as many from the front call at the
-/// same time. Later requests never overtake.
+/// calls the store, so that many waiters cause no more calls than one. If there is room for several waiters, that many waiters from the
+/// front call the store at the same time. Later requests never overtake.
 #[derive(Debug)]
 pub(super) struct WaitQueues {
     max_waiters: usize,
@@ -48,7 +48,7 @@ impl QueueKey {
     }
 }
 
-// Compared by name: the share of a policy that is enforced while the store fails has the same queue.
+// Compared by name: while the store fails, the layer enforces another `Policy` with a share of the quota, which has the same queue.
 impl PartialEq for QueueKey {
     fn eq(&self, other: &Self) -> bool {
         self.key == other.key && self.policy.name() == other.policy.name()
@@ -101,7 +101,7 @@ impl WaitQueue {
         }
     }
 
-    /// The denial that was too long for an earlier waiter of at most this cost.
+    /// The unexpired denial with which an earlier waiter left, if that waiter cost at most `cost`.
     fn rejection(&self, cost: u64) -> Option<Descriptor> {
         let (denial, _) = self.rejection.as_ref().filter(|(_, least)| *least <= cost)?;
         denial.unexpired_denial()
@@ -164,7 +164,7 @@ impl WaitQueue {
         }
     }
 
-    /// Sets the instant by which an active waiter is due to continue.
+    /// Expects an active waiter to continue by `until`. It counts as stalled [`GRACE`] later.
     fn set_due(&mut self, number: u64, until: Instant) {
         if let Some(due) = self.active.get_mut(&number) {
             let before = std::mem::replace(due, until + GRACE);
@@ -231,7 +231,7 @@ impl WaitQueues {
         self.any_waiters() && self.queues().contains_key(&QueueKey::new(policy, key))
     }
 
-    /// The last denial of the first waiter of a queue, if there is one, as it applies to this cost.
+    /// If there is a queue: the denial with which an earlier waiter of at most this cost left, or else the last denial of the first waiter.
     pub(super) fn denial(&self, queue_key: &QueueKey, cost: u64) -> Option<Descriptor> {
         self.queues().get(queue_key).map(|queue| queue.rejection(cost).unwrap_or_else(|| queue.denial.later()))
     }
@@ -286,12 +286,12 @@ impl Waiter {
     /// Waits for its turn to call the store.
     pub(super) async fn wait_for_turn(&self) {
         while let Err(due) = self.try_take_turn() {
-            // Checks again after a wake-up or a timeout. A waiter that should have continued before may be stalled as well.
+            // Checks again after a wake-up or a timeout. The waiter that got the wake-up may be stalled as well.
             let _ = timeout_at(due.min(Instant::now() + RECHECK), self.wake.notified()).await;
         }
     }
 
-    /// Takes its turn if that has come. Otherwise returns the instant by which an active waiter has to continue.
+    /// Takes its turn if that has come. Otherwise returns the instant at which the next active waiter counts as stalled.
     fn try_take_turn(&self) -> Result<(), Instant> {
         let mut queues = self.queues.queues();
         let Some(queue) = queues.get_mut(&self.queue_key) else { return Ok(()) };
@@ -316,12 +316,12 @@ impl Waiter {
         }
     }
 
-    /// Whether the queue began with it.
+    /// Whether no other waiter was active or queued when this one joined.
     pub(super) const fn begins_queue(&self) -> bool {
         self.begins_queue
     }
 
-    /// Doubles the maximum number of active waiters after it was admitted, up to the `room` for requests like it. Only the first waiter may
+    /// After this waiter was admitted, doubles the maximum number of active waiters, up to `room`. Only the first waiter may
     /// do this, so that a denied waiter is not overtaken repeatedly by cheaper ones.
     pub(super) fn widen(&self, room: u64) {
         if let Some(queue) = self.queues.queues().get_mut(&self.queue_key)
@@ -412,7 +412,7 @@ impl Waiter {
         }
     }
 
-    /// The unexpired denial of an earlier waiter that could not wait for it and cost no more.
+    /// The unexpired denial with which an earlier waiter left, if that waiter cost at most `cost`.
     pub(super) fn rejection(&self, cost: u64) -> Option<Descriptor> {
         self.queues.queues().get(&self.queue_key)?.rejection(cost)
     }

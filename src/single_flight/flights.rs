@@ -26,21 +26,21 @@ impl CallId {
     }
 }
 
-/// The result of a call. The layer does not know the type of the response.
+/// The result of a call. The type of the response is erased, since one table holds calls with different response types.
 type Outcome = Result<Arc<dyn Any + Send + Sync>, SingleFlightError>;
 type Running = HashMap<CallId, Arc<watch::Sender<Option<Outcome>>>>;
 
-/// The calls of a service. Each clone of the service and each [`Waiter`] has a clone of this value. The last one cancels the calls in
-/// progress.
+/// The calls of a service. Each clone of the service and each [`Waiter`] has a clone of this value. Dropping the last clone cancels the
+/// calls in progress.
 #[derive(Clone, Default)]
 pub(super) struct Flights {
     running: Arc<Mutex<Running>>,
     tasks: Arc<Mutex<JoinSet<()>>>,
 }
 
-/// The calls that the current task is in, the innermost first.
+/// The innermost call that the current task is a part of, and its outer calls.
 struct Chain {
-    // The address of the table of calls, which stands for the service.
+    // The address of `Flights::running`, which identifies the service.
     table: usize,
     id: CallId,
     outer: Option<Arc<Self>>,
@@ -93,10 +93,10 @@ impl Flights {
     }
 }
 
-/// A caller of a call.
+/// A caller that waits for the outcome of a call.
 pub(super) struct Waiter {
     outcome: watch::Receiver<Option<Outcome>>,
-    // The call goes on when the service is dropped, while a caller waits.
+    // Keeps the call running while a caller waits, also if the service is dropped.
     _flights: Flights,
 }
 
@@ -106,7 +106,7 @@ impl Waiter {
         // Fails if the task has panicked, which drops the sender.
         let outcome = self.outcome.wait_for(Option::is_some).await.map_err(|_| SingleFlightError::Aborted)?.clone();
         let response = outcome.unwrap_or(Err(SingleFlightError::Aborted))?;
-        // The id has the type of the request, so the type of the response is known.
+        // The id contains the type of the request, which determines the type of the response.
         let response = response.downcast::<Mutex<T>>().map_err(|_| SingleFlightError::Aborted)?;
         let response = lock(&response).clone();
         Ok(response)

@@ -97,7 +97,7 @@ async fn equal_requests_share_one_call() {
     assert_eq!(origin.calls(), 5);
 }
 
-/// The leak of other layers: Alice's response reaches Bob.
+/// A layer without principals would send Alice's response to Bob.
 #[tokio::test(start_paused = true)]
 async fn principals_share_no_response() {
     let origin = Origin::default();
@@ -270,7 +270,7 @@ async fn dropped_callers_leave_no_task() {
     assert_eq!(Arc::strong_count(&alive), 1);
 }
 
-/// Regression: a call without an end was joined by all later requests with its key.
+/// Regression: all later requests with the key joined a call that never ended.
 #[tokio::test(start_paused = true)]
 async fn call_that_hangs_ends_with_its_timeout() {
     let calls = Arc::new(AtomicUsize::new(0));
@@ -310,6 +310,6 @@ async fn calls_that_need_each_other_end_with_the_timeout() {
     outer.set(tower::util::BoxCloneSyncService::new(service.clone())).unwrap();
     let (one, two) = tokio::join!(service.clone().oneshot(1), service.oneshot(2));
     let errors = [one.unwrap_err(), two.unwrap_err()];
-    // The other call may get this error as that of its inner service.
+    // The other call may get this error from its inner service, as `SingleFlightError::Service`.
     assert!(errors.iter().any(|error| matches!(error, SingleFlightError::TimedOut { .. })), "{errors:?}");
 }

@@ -13,8 +13,8 @@ use crate::error::StoreError;
 /// When a layer or a client stops calling a failing store, and how often it probes the store.
 ///
 /// After a number of failures in a row the circuit opens. While it is open, store calls fail at once. Once per interval one request is a
-/// probe, which does call the store (the circuit is half open). So a hanging store costs one request per interval its deadline, and not each
-/// request. The first reply closes the circuit. The log has a line whenever the circuit opens or closes.
+/// probe, which does call the store (the circuit is half open). So a store that hangs delays one request per interval by the deadline, and
+/// not every request. The first reply closes the circuit. The log has a line whenever the circuit opens or closes.
 ///
 /// Foreign data under a key does not open the circuit, and neither does a failing [resolver](crate::rate_limit::PolicyResolver). A store
 /// that is out of memory does not open the circuit either, because it can still read.
@@ -67,7 +67,7 @@ pub(crate) trait CircuitObserver {
     fn closed(&self) {}
     /// The first failure after a period without failures.
     fn outage_begins(&self, _: &StoreError) {}
-    /// A reply after a period without failures.
+    /// The reply that ends an outage: the store has not failed for a while.
     fn outage_ends(&self) {}
 }
 
@@ -323,7 +323,7 @@ mod tests {
         assert!(circuit.admit().is_err());
         for _ in 0..3 {
             tokio::time::advance(Duration::from_millis(51)).await;
-            // The probe is admitted, and other calls are not while it is in flight.
+            // One probe is admitted, and no other call until the next interval.
             assert!(circuit.admit().is_ok());
             assert!(circuit.admit().is_err());
         }

@@ -16,7 +16,7 @@ pub struct Notifications {
     changes: SmallVec<[watch::Receiver<()>; 1]>,
     // The messages alone, if `changes` also reports possible losses of messages.
     messages: Option<watch::Receiver<()>>,
-    // Ends the subscriptions when it is dropped. Declared after the receivers, so that they are not counted any more.
+    // Ends the subscriptions when it is dropped. Declared after the receivers, so that these are dropped first and no longer counted.
     keep: SmallVec<[Arc<dyn Any + Send + Sync>; 1]>,
 }
 
@@ -57,7 +57,8 @@ impl Notifications {
         Self { changes: SmallVec::new_const(), messages: None, keep: SmallVec::new_const() }
     }
 
-    /// Merges several sources. Notifications shortly after each other become one, at different times for different waiters.
+    /// Merges several sources. Notifications within a short random delay become one. The delay differs, so that waiters do not all continue
+    /// at the same time.
     #[must_use]
     pub fn any(several: impl IntoIterator<Item = Self>) -> Self {
         let mut all = Self::none();

@@ -9,7 +9,7 @@ const MAX_SLOTS: usize = 64;
 /// one.
 const SLOTS_PER_PROCESSOR: usize = 4;
 
-/// One copy of a value for each slot, which several threads share. The first thread of a slot that needs the copy creates it.
+/// One copy of a value for each slot. Several threads may share a slot. The first thread of a slot that needs the copy creates it.
 ///
 /// For reference-counted values that are cloned with every request, to avoid contention on one reference count.
 pub(crate) struct ShardedRefs<T> {

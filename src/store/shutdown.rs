@@ -11,7 +11,7 @@ use tokio::time::timeout;
 /// Something that was made from a backend, such as locks or a worker, and that the backend's shutdown closes and waits for.
 ///
 /// A store gets it through `add_to_shutdown`, for instance [`LockStore::add_to_shutdown`](crate::lock::store::LockStore::add_to_shutdown). A
-/// store that wraps another one passes it on. It does not keep its owner alive.
+/// store that wraps another one passes it on. The target does not keep its owner alive.
 #[derive(Clone)]
 pub struct ShutdownTarget(Weak<dyn Work>);
 
@@ -30,7 +30,7 @@ impl fmt::Debug for ShutdownTarget {
 
 /// Work that a shutdown closes and waits for.
 pub(crate) trait Work: Send + Sync {
-    /// Starts no more of the work. Repeated calls have no effect.
+    /// Prevents the start of new work. Repeated calls have no effect.
     fn close(&self);
 
     /// Whether nothing runs.
@@ -156,7 +156,7 @@ impl ShutdownRegistry {
     /// Closes all targets, and waits until they are idle, at most for `deadline`.
     pub(crate) async fn shutdown(&self, deadline: Duration) -> ShutdownReport {
         self.state().is_closed = true;
-        // Kept until the report: the numbers of a worker stay after it has ended.
+        // Keeps the targets alive until the report, which counts the leftovers of a worker even after the worker has ended.
         let closed = self.targets();
         closed.iter().for_each(|work| work.close());
         // The report says whether the time was enough.
@@ -164,7 +164,7 @@ impl ShutdownRegistry {
         self.targets().iter().fold(ShutdownReport::default(), |report, work| report.add(work.left()))
     }
 
-    /// Waits for one target after the other. All are closed, so they end at the same time.
+    /// Waits for one target after the other. All are closed, so their work ends in parallel.
     async fn wait_idle(&self) {
         loop {
             // Again from the start after each round: a job that ends may have made a correction.

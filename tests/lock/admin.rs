@@ -11,8 +11,8 @@ use support::server::RedisServer;
 use support::shared::{Shared, connect, patient};
 use tokio::task::block_in_place;
 use tollgate::lock::store::{Acquired, Claim, LockStore as _, Token};
-use tollgate::lock::{Cursor, LockAdmin, LockKey};
-use tollgate::testing::FaultStore;
+use tollgate::lock::{Cursor, LockAdmin, LockKey, RunError};
+use tollgate::testing::{Failure, FaultStore};
 use tollgate::{ConfigError, Locks, MemoryBackend};
 
 /// Long, so that a busy machine does not fail a test.
@@ -192,5 +192,22 @@ async fn zero_deadline_is_rejected_on_any_backend() {
     for error in errors {
         let cause = error.unwrap_err().source().and_then(|cause| cause.downcast_ref().cloned());
         assert_eq!(cause, Some(ConfigError::ZeroTimeout { setting: "deadline" }));
+    }
+}
+
+/// Regression: a failed release of one lock hid that another lock was lost.
+#[tokio::test(start_paused = true)]
+async fn failed_release_does_not_hide_the_loss_of_another_lock() {
+    let backend = MemoryBackend::new();
+    let store = FaultStore::new(backend.clone());
+    let (admin, faults) = (LockAdmin::new(backend, "accounts"), store.faults());
+    let outcome = Locks::new(store, "accounts").lock_all(["a", "b"]).run(async |_| {
+        assert_eq!(admin.force_release("b").await.unwrap().holders, 1);
+        // The release of `a` fails.
+        faults.fail_next(1, Failure::Unavailable);
+    });
+    match outcome.await {
+        Err(RunError::Unprotected { lost, .. }) => assert_eq!(*lost.lock(), LockKey::new("accounts", "b")),
+        outcome => panic!("{outcome:?}"),
     }
 }

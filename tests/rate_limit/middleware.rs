@@ -713,6 +713,35 @@ async fn only_probes_wait_for_a_hanging_shadow_policy() {
     );
 }
 
+/// Regression: a request without a shadow policy took the probe of the circuit of shadow policies, and called nothing.
+#[tokio::test(start_paused = true)]
+async fn request_without_a_shadow_policy_takes_no_probe() {
+    let memory = MemoryBackend::new();
+    let fails = Arc::new(AtomicBool::new(true));
+    let store = Store::new({
+        let (memory, fails) = (memory.clone(), Arc::clone(&fails));
+        move |policy, key, cost| {
+            let (memory, policy, key) = (memory.clone(), policy.clone(), *key);
+            let fails = policy.name() == "trial" && fails.load(Relaxed);
+            async move { if fails { Err(StoreError::unavailable("gone")) } else { memory.check(&policy, &key, cost).await } }
+        }
+    });
+    let trial = Policy::new("trial", Quota::per_hour(100).fixed_window()).shadow();
+    let layer = layer(store, per_hour(100));
+    let layer = layer.circuit_breaker(CircuitBreaker::new().failures(3).probe_interval(Duration::from_secs(10)));
+    let layer = layer.and_if_present(trial.clone(), |request: &&str| (*request == "trial").then_some("key"));
+    let service = layer.layer(service_fn(echo));
+    for _ in 0..3 {
+        service.clone().oneshot("trial").await.unwrap();
+    }
+    fails.store(false, Relaxed);
+    tokio::time::advance(Duration::from_secs(11)).await;
+    service.clone().oneshot("request").await.unwrap();
+    service.oneshot("trial").await.unwrap();
+    let remaining = memory.peek(&trial, &Key::from("key"), 1).await.unwrap().remaining();
+    assert_eq!(remaining, Some(99), "this request was the probe");
+}
+
 #[tokio::test(start_paused = true)]
 async fn shadow_policy_passes_requests_without_a_key() {
     let trial = Policy::new("trial", Quota::per_hour(1).fixed_window());

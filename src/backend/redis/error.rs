@@ -45,7 +45,7 @@ impl fmt::Display for Unsent {
 
 impl Error for Unsent {}
 
-/// Adds the server that an error is about, which may be another one than the URL names.
+/// Names the server in its error. This server may differ from the one in the URL.
 pub(crate) fn with_peer(peer: Peer, error: RedisError) -> RedisError {
     io::Error::other(PeerError(peer, error)).into()
 }
@@ -66,7 +66,7 @@ impl fmt::Display for PeerError {
 
 impl Error for PeerError {}
 
-/// The error without [`not_executed`] and [`with_peer`].
+/// The error inside the wrappers of [`not_executed`] and [`with_peer`].
 pub(crate) fn inner(error: &RedisError) -> &RedisError {
     match cause_not_executed(error).or_else(|| peer_error(error).map(|PeerError(_, error)| error)) {
         Some(cause) => inner(cause),
@@ -74,7 +74,7 @@ pub(crate) fn inner(error: &RedisError) -> &RedisError {
     }
 }
 
-/// The server that an error is about, if it was added.
+/// The server that [`with_peer`] added to the error, if any.
 pub(crate) fn peer_of(error: &RedisError) -> Option<&Peer> {
     match cause_not_executed(error) {
         Some(cause) => peer_of(cause),
@@ -99,7 +99,7 @@ impl fmt::Display for Shown {
             Some(
                 kind @ (ConnectionAborted | ConnectionRefused | ConnectionReset | HostUnreachable | NetworkUnreachable),
             ) => fmt::Display::fmt(&kind, f),
-            // The client library appends its kind of error.
+            // Remove the `ErrorKind`, which the client library appends.
             _ => f.write_str(&error.to_string().replacen(&format!(" - {:?}", error.kind()), "", 1)),
         }
     }
@@ -161,7 +161,7 @@ fn is_denied_in_script(error: &RedisError) -> bool {
     detail.contains("The user executing the script can't") || detail.contains("ACL failure in script")
 }
 
-/// The server's error for a database other than 0. The client library discards its code.
+/// The text of the server's refusal to select a database other than 0. The client library discards the error code.
 pub(crate) fn refused_database(error: &RedisError) -> Option<&str> {
     let detail = error.detail().unwrap_or_default();
     error.to_string().contains("refused to switch database").then_some(detail)
@@ -190,7 +190,7 @@ pub(crate) fn tls_error(error: &RedisError) -> Option<&rustls::Error> {
 }
 
 pub(crate) fn io_error(error: &RedisError) -> Option<&io::Error> {
-    // The client library returns the shared box around its error.
+    // The source is the `Arc` around the I/O error, not the I/O error itself.
     error.source()?.downcast_ref::<Arc<dyn Error + Send + Sync>>()?.downcast_ref()
 }
 
@@ -201,7 +201,7 @@ pub(crate) fn code(error: &RedisError) -> Option<&str> {
     let code = error.code()?;
     let wrapped = match (code, error.detail()) {
         ("ERR", Some(detail)) => detail.split_once("@user_script").map(|(_, location)| location),
-        // An error that the script has caught and returned begins with the location.
+        // If the script has caught and returned the error, the location is in the place of the code.
         (location, Some(detail)) if location.starts_with("@user_script") => Some(detail),
         _ => None,
     };
@@ -268,7 +268,7 @@ mod tests {
             let error = server_error(text);
             assert!(is_from_replica(&error), "{error:?}");
             let error = store_error(error);
-            // Earlier writes may be there, and may reach replicas.
+            // The server may have applied the writes before the WAIT, and may still send them to replicas.
             assert!(error.is_unavailable() && !error.is_refusal(), "{error:?}");
         }
     }

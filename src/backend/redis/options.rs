@@ -75,8 +75,9 @@ enum Origin {
     Pool(bb8::Pool<RedisConnectionManager>),
 }
 
-/// All callers share the connections, and the server has one thread for all of them, so a few are enough. With 256 checks in flight, 4
-/// connections had a sixth less throughput than 3 or 5. 4 is also the number of full [batches](super::batch::check) in flight.
+/// All callers share the connections, and the server has one thread for all of them, so a few are enough. Not 4: with 256
+/// checks in flight, 4 connections had a sixth less throughput than 3 or 5. 4 is also the number of full
+/// [batches](super::batch::check) in flight.
 const DEFAULT_CONNECTIONS: u32 = 3;
 
 impl RedisOptions {
@@ -196,15 +197,15 @@ impl RedisOptions {
     /// background. No check of the server follows: if the server is unsupported, calls fail with a store error. The warning about eviction
     /// is not logged.
     ///
-    /// Tolerated, with a warning in the log, are only these failures: no server replies, a server cannot serve yet, or it has no room for
+    /// Only these failures are tolerated, with a warning in the log: no server replies, a server cannot serve yet, or it has no room for
     /// another client. These remain errors:
     ///
     /// * wrong credentials, and every other error reply
-    /// * a service name that all replying Sentinels do not know
+    /// * a service name that no replying Sentinel knows
     /// * mistakes that can never work: encryption on one side only, a bad certificate, an HTTP server in place of Redis
     ///
-    /// With options [from a pool](Self::from_pool) and a password, a server without room can look like a rejected password, which is an
-    /// error, too.
+    /// If options [from a pool](Self::from_pool) have a password, a server without room for another client can look like a rejected
+    /// password. This is an error, too.
     pub fn tolerate_outage(mut self, tolerates_outage: bool) -> Self {
         self.tolerates_outage = tolerates_outage;
         self
@@ -302,7 +303,7 @@ impl RedisOptions {
             Target::Cluster { seeds, redis } => {
                 let infos = seeds.iter().map(|seed| info(seed.clone(), redis)).collect::<Result<Vec<_>, _>>();
                 let infos = infos.map_err(|error| invalid_certificate(&error))?;
-                // A bad certificate is bad for all nodes.
+                // All nodes use the same certificates, so a bad one is an error before the first connection.
                 for info in &infos {
                     self.client(info.clone()).map_err(|error| invalid_certificate(&error))?;
                 }
@@ -507,7 +508,7 @@ mod tests {
         is_send(RedisOptions::from_url("redis+cluster://127.0.0.1/").unwrap().connect());
     }
 
-    /// Regression: without it, a shared connection had one call in flight at a time.
+    /// Regression: without `TCP_NODELAY`, a shared connection had one call in flight at a time.
     #[test]
     fn clients_set_tcp_nodelay() {
         let options = RedisOptions::from_url("redis://127.0.0.1/").unwrap();

@@ -1,4 +1,4 @@
-//! The servers with the data: one server, the primary of a service, or the nodes of a cluster.
+//! The servers with the data: one server, the primary of a Sentinel service, or the nodes of a cluster.
 
 use std::fmt;
 use std::sync::Arc;
@@ -50,13 +50,13 @@ pub(crate) struct Connections {
 impl Servers {
     /// Sends a command to the server of a key, and waits for its reply.
     ///
-    /// If it fails after the command was sent, the command may have run, so nothing is sent twice.
+    /// If the connection fails after the command was sent, the command is not sent again, because it may have run.
     pub(crate) async fn send(&self, key: &str, command: &Cmd) -> Result<Value, RedisError> {
         self.exchange(key, command, None).await
     }
 
-    /// Like [`send`](Self::send), with an optional timeout. After the default timeout, a call with a timeout fails as soon as another
-    /// server has taken over.
+    /// Like [`send`](Self::send), with an optional timeout. If `timeout` exceeds the default one, the call fails once the default has
+    /// passed and another server has taken over.
     pub(crate) async fn exchange(
         &self,
         key: &str,
@@ -70,8 +70,8 @@ impl Servers {
         }
     }
 
-    /// Waits until a connection is available, so that the caller can check its data once more before it sends. On a cluster it returns at
-    /// once, since the node is not known yet.
+    /// Waits until a connection is available, so that the caller can remove abandoned calls from a batch before it sends the batch. On a
+    /// cluster it returns at once, since the node is not known yet.
     pub(crate) async fn connected(&self) -> Result<(), RedisError> {
         match self {
             Self::One(pool) => pool.connected().await,

@@ -85,7 +85,7 @@ impl KeyBits {
 mod tests {
     use super::*;
 
-    /// The hash is part of the data format: other bits would make keys absent.
+    /// The hash is part of the data format: with another hash, stored keys would seem absent.
     #[test]
     fn bits_of_a_key_never_change() {
         // Computed with another implementation of SipHash.

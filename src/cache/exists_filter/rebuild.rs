@@ -147,7 +147,7 @@ impl Rebuild<'_> {
         }
     }
 
-    /// Repeats a call that fails, since each of them may be repeated.
+    /// Retries a call if the store is late or unavailable. All calls of a build may be repeated.
     async fn persist<'a, T>(
         &self,
         call: impl Fn() -> Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>> + Send,

@@ -1,4 +1,4 @@
-//! The store calls of a filter: each with a deadline, and through the circuit breaker. And the status that was read last.
+//! The store calls of a filter, with their deadline and circuit breaker, and the status that was read last.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -20,17 +20,17 @@ use crate::store::circuit::{Circuit, CircuitBreaker, observe_circuit};
 
 /// How long a status is used.
 pub(super) const MAX_AGE: Duration = Duration::from_secs(1);
-/// How long a process without versions waits after they were first missed: others may use lost ids for [`MAX_AGE`], and clocks may run at
-/// slightly different rates.
+/// If the store has lost the ids of the versions, a process waits until this long after the first call that found none. Other processes may
+/// use the lost ids for [`MAX_AGE`], and clocks may run at slightly different rates.
 pub(super) const LOSS_PAUSE: Duration = MAX_AGE.saturating_add(Duration::from_millis(250));
 /// The age of a status at which one caller reads the status again, while the others still use the old one.
 const REFRESH_AGE: Duration = Duration::from_millis(500);
-/// How long after that another caller reads the status, if the first one has not got a reply.
+/// How long after the start of such a read another caller reads the status, if the first caller has no reply yet.
 const REFRESH_PAUSE: Duration = Duration::from_millis(100);
 
 type Call<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
 
-/// A store of any type.
+/// [`ExistsFilterStore`] as a trait object.
 pub(super) trait DynStore: Send + Sync {
     fn status<'a>(&'a self, filter: &'a Key) -> Call<'a, FilterStatus>;
     fn read_block<'a>(&'a self, filter: &'a Key, version: &'a Token, block: u32) -> Call<'a, Option<Block>>;
@@ -133,7 +133,7 @@ struct Shared {
 #[derive(Clone, Copy)]
 pub(super) struct Known {
     pub(super) status: FilterStatus,
-    /// A time before it was read.
+    /// When the call that read the status began.
     pub(super) read: Instant,
     refresh: Instant,
 }
@@ -171,7 +171,7 @@ impl StoreClient {
         }
     }
 
-    /// The current status of the filter, unless the circuit is open.
+    /// Reads the status from the store, unless the circuit is open.
     pub(super) async fn current_status(&self) -> Result<Known, StoreError> {
         self.circuit.admit()?;
         self.read_status().await
@@ -189,7 +189,7 @@ impl StoreClient {
         Some(*known)
     }
 
-    /// The current status of the filter.
+    /// Reads the status from the store, also while the circuit is open, and remembers it.
     pub(super) async fn read_status(&self) -> Result<Known, StoreError> {
         let read = Instant::now();
         let status = self.call_always(self.store.status(&self.filter)).await?;
@@ -203,7 +203,7 @@ impl StoreClient {
         Ok(new)
     }
 
-    /// Reads the status again at the next call.
+    /// Makes the next test of a key read the status again.
     pub(super) fn forget_status(&self) {
         *self.known() = None;
     }

@@ -195,7 +195,8 @@ where
         }
     }
 
-    /// Spawns tasks that receive notifications of jobs that are due earlier than the next known one.
+    /// Spawns a task for each partition. It receives a notification when a job is pushed that is due before the next job that this worker
+    /// knows of, and sends the index of the partition.
     fn watch(&self) -> (JoinSet<()>, mpsc::Receiver<usize>) {
         let (sender, notifications) = mpsc::channel(self.partitions.len().max(1));
         let mut watchers = JoinSet::new();
@@ -203,7 +204,8 @@ where
             let (queue, key, worker, sender) = (self.queue.clone(), partition.key, self.worker, sender.clone());
             watchers.spawn(async move {
                 let mut notifications = queue.watch(key, worker).await;
-                // A job that was pushed before the subscription may have sent no notification, so claim first.
+                // The worker gets no notification of jobs that were pushed before the subscription. So send the index once without one, to
+                // make the worker claim.
                 while sender.send(index).await.is_ok() {
                     notifications.next().await;
                 }
@@ -284,7 +286,7 @@ where
                 if let Ok(reply) = reply {
                     self.on_reply(reply, now);
                 }
-                // Jobs that never yield can finish now, so that one call records all their results.
+                // The reply may have started jobs. Those that never yield finish here, so that the next call records all their results.
                 yield_once().await;
             }
             LoopEvent::Ready(Err(error)) => self.service_failed(error, now),
@@ -306,8 +308,8 @@ impl<T, S, C> Drop for WorkerLoop<T, S, C> {
     }
 }
 
-/// Yields to other tasks once. After `tokio::task::yield_now`, a task resumes when its thread is idle. A job may block that thread. A task
-/// that wakes itself can resume on another thread.
+/// Yields to other tasks once. `tokio::task::yield_now` would wake this task only when its thread is idle, but a job may block that
+/// thread. A task that wakes itself can resume on another thread.
 async fn yield_once() {
     let mut has_yielded = false;
     poll_fn(|cx| {

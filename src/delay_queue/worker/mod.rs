@@ -75,9 +75,9 @@ pub use self::settings::OnUndecodable;
 /// | [`RateLimited`](crate::rate_limit::RateLimited), from a `RateLimitLayer` | is snoozed until the limit has capacity, and the attempt does not count; dead if the limit can never allow it. See [rate limits](crate::delay_queue#rate-limits) |
 /// | [`Busy`](crate::lock::Busy), [`LockError::QueueFull`](crate::LockError::QueueFull) or [`LockError::Closed`](crate::LockError::Closed), from a `LockLayer` | waits for up to a second, or up to eleven if many jobs wait, and the attempt does not count. One job of a key runs at a time, in no particular order |
 /// | [`OperationError::InFlight`](crate::idempotency::OperationError::InFlight), from [`Idempotent`](crate::idempotency::Idempotent) | as with `Busy`, until the outcome of the operation is known |
-/// | [`OperationError::NotStored`](crate::idempotency::OperationError::NotStored), from `Idempotent` | as with any error, although the operation was done. If the job is then done, let the service [return `Ok`](crate::idempotency::OperationError::NotStored) |
+/// | [`OperationError::NotStored`](crate::idempotency::OperationError::NotStored), from `Idempotent` | as with any error, although the operation was done. If the job needs no further attempt, let the service [return `Ok`](crate::idempotency::OperationError::NotStored) |
 /// | a store error of a layer | as with any error, so the attempt counts; you can configure a layer to let jobs pass instead |
-/// | nothing, since it panics; or an error whose text panics | as with an error; a service that [cannot be cloned](Self::one_by_one) is used again |
+/// | nothing, since it panics; or an error whose `Display` panics | as with an error; a service that [cannot be cloned](Self::one_by_one) is used again |
 ///
 /// These errors are also found as a source of the error, and inside `anyhow`, `#[error(transparent)]` or
 /// [`io::Error::other`](std::io::Error::other). The outermost one counts.
@@ -102,20 +102,20 @@ pub use self::settings::OnUndecodable;
 /// [`is_cancelled`](super::Cancellation::is_cancelled). Blocking work elsewhere delays the other tasks of its thread, and a service that
 /// never yields cannot be dropped. A second after the drop was due, the worker abandons such a job: it logs a warning, and the attempt
 /// has failed. The next attempt comes after the [backoff](Self::backoff), in another worker, or in this one when the thread is free again.
-/// Until then the abandoned job counts for the [concurrency](Self::concurrency). If this worker claims the same job again, it snoozes the
-/// job, and that attempt does not count.
+/// Until the thread is free, the abandoned job counts for the [concurrency](Self::concurrency). If this worker claims the same job
+/// meanwhile, it snoozes the job, and that attempt does not count.
 ///
 /// # Logs
 ///
-/// The log has a WARN for each job that dies, and for each job that a shutdown cuts off after its [grace](Self::grace) period. They have the
-/// fields `queue`, `job` (the id), `attempts` and `reason`; a dead job also has its `error`. A worker logs up to 100 of them a second, and
-/// then the number of further ones.
+/// The log has a WARN for each job that dies, and for each job that a shutdown cuts off after its [grace](Self::grace) period. These lines
+/// have the fields `queue`, `job` (the id), `attempts` and `reason`; that of a dead job also has its `error`. A worker logs up to 100 such
+/// lines a second, and then the number of further ones.
 ///
 /// # When the store fails
 ///
 /// The worker retries its calls until the store works: first after 25 to 50 ms, and in the end every 0.5 to 1 s. It keeps the results of
-/// jobs and records them then. Meanwhile it keeps at most one instance of the service ready, and none between two calls, since others may
-/// need the permits.
+/// jobs, and records them when the store works again. Meanwhile it keeps at most one instance of the service ready, and none between two
+/// calls, since others may need the permits.
 ///
 /// # Cancellation
 ///
@@ -157,8 +157,8 @@ impl<T, S, C> DelayQueueWorker<T, S, C> {
         Self { queue, services, settings }
     }
 
-    /// The largest number of concurrent jobs. The service may be ready for fewer. Defaults to 64; 0 counts as 1. At most 512 jobs for each
-    /// partition of the queue are claimed at a time, and the service is cloned at most that often for them.
+    /// The largest number of concurrent jobs. The service may be ready for fewer. Defaults to 64; 0 counts as 1. The calls in flight claim
+    /// at most 512 jobs for each partition of the queue. So the worker keeps at most 512 instances of the service ready for each partition.
     pub fn concurrency(mut self, jobs: usize) -> Self {
         self.settings.concurrency = jobs.max(1);
         self
@@ -240,13 +240,15 @@ where
         self.run_until(pending()).await
     }
 
-    /// Runs until `shutdown` completes, or the [backend is shut down](crate::backend#shutdown). The worker then claims no more jobs, and waits for running jobs for the [`grace`](Self::grace) period.
-    /// It tells the remaining ones to give up, and releases them: they wait as before, and the attempt does not count. A service that still
+    /// Runs until `shutdown` completes, or the [backend is shut down](crate::backend#shutdown). The worker then claims no more jobs, and
+    /// waits for running jobs for the [`grace`](Self::grace) period. After that, it tells the services of the remaining jobs to give up,
+    /// and releases these jobs: they become waiting jobs again, and the attempt does not count. A service that still
     /// returns `Ok`, or an error that [determines the outcome](Self#what-becomes-of-a-job), such as an [`Outcome`](super::Outcome), sets the
     /// result as usual.
     ///
-    /// Returns when the store has recorded all results, or five seconds later if the store fails. A service that never yields, since it blocks
-    /// its thread, cannot be dropped. It is abandoned a second after the drop was due, and its job returns when the lease has ended.
+    /// Returns when the store has recorded all results. If the store fails, returns five seconds after the last job has ended or was
+    /// abandoned. A service that never yields, since it blocks its thread, cannot be dropped. It is abandoned a second after the drop was
+    /// due, and its job returns when the lease has ended.
     ///
     /// # Errors
     ///

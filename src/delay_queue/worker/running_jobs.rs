@@ -150,11 +150,12 @@ impl RunningJobs {
 
 impl Drop for RunningJobs {
     fn drop(&mut self) {
-        // Results that were not read, whose `drop` may panic. One by one, since a second panic during unwinding would abort the process.
+        // The `drop` of an unread result may panic. Drop the results one by one, since a second panic during unwinding would abort the
+        // process.
         while let Some(ended) = self.try_next_ended() {
             discard_joined(ended);
         }
-        // For a job that ends on another thread at this moment.
+        // A job may have ended on another thread since the loop, and the `drop` of its result may panic, too.
         discard(mem::take(&mut self.tasks));
     }
 }

@@ -64,7 +64,7 @@ fn shortest(time: &mut Option<Duration>, value: &str) {
     *time = Some(time.map_or(seconds, |before| before.min(seconds)));
 }
 
-/// A number of seconds (RFC 9111, section 1.2.2). A larger one than fits counts as the largest.
+/// A number of seconds (RFC 9111, section 1.2.2). A number above `u32::MAX` counts as `u32::MAX`.
 pub(super) fn seconds(text: &str) -> Option<Duration> {
     let is_number = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     is_number.then(|| Duration::from_secs(text.parse::<u32>().unwrap_or(u32::MAX).into()))

@@ -62,7 +62,7 @@ impl Vary {
     }
 }
 
-/// With its length, so that no two lists of values have the same bytes.
+/// Appends `bytes` after their length, so that no two lists of values have the same text.
 fn put(text: &mut Vec<u8>, bytes: &[u8]) {
     text.extend_from_slice(&(bytes.len() as u64).to_le_bytes());
     text.extend_from_slice(bytes);

@@ -219,8 +219,8 @@ impl fmt::Display for BrokenOff {
 
 impl Error for BrokenOff {}
 
-/// Aborts a task when its client goes away before it has received all announced bytes. A client that counts bytes does not wait
-/// for the end of the body.
+/// Aborts a task if the body is dropped before the client has received all announced bytes. After them, a drop is no disconnect: a
+/// client that counts the bytes does not wait for the end of the body.
 pub(super) struct AbortOnDrop {
     task: AbortHandle,
     // How many announced bytes the client has not received yet.

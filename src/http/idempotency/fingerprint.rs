@@ -143,7 +143,7 @@ impl RunningFingerprint {
         progress.rejection = (is_whole && before.len > 0).then_some(BodyRejection::Differs);
     }
 
-    /// The start of the hash of a body, before any part was read.
+    /// The hash to start the body from. Call this before any part is read.
     fn hash(&self) -> Sha256 {
         self.progress().hash.clone()
     }
@@ -174,7 +174,7 @@ impl RunningFingerprint {
         self.progress().is_polled
     }
 
-    /// Whether the handler reads no more of the body, so that it can neither fail nor be rejected.
+    /// Whether the handler reads no more of the body. Then the body can neither fail nor be rejected any more.
     pub(super) fn is_final(&self) -> bool {
         let progress = self.progress();
         progress.is_whole || progress.is_dropped
@@ -340,8 +340,8 @@ impl<B> FingerprintedBody<B> {
 }
 
 impl<B: Body<Data = Bytes> + Send + 'static> FingerprintedBody<B> {
-    /// `before` is the known fingerprint of the previous attempt. If there is one, the handler may leave an unread part, which is
-    /// returned for the comparison.
+    /// `before` is the fingerprint of the previous attempt. If the body must match it, this also returns the body, so that the layer can
+    /// compare the part that the handler leaves unread.
     pub(super) fn new(
         body: B,
         before: BodyFingerprint,
@@ -412,8 +412,8 @@ pub(super) enum CompareError {
     TooSlow,
 }
 
-/// Whether `body` has the fingerprint `body_fingerprint`. If the handler has read a part already, `fingerprint` covers this part, and
-/// `body` is the rest. Reads no more than necessary, and buffers nothing.
+/// Whether a request body matches `body_fingerprint`, that of the previous attempt. `fingerprint` covers the part that the handler has read
+/// already, if any, and `body` is the rest. Reads no more than necessary, and buffers nothing.
 pub(super) async fn is_same<B: Body<Data = Bytes>>(
     body: B,
     body_fingerprint: &BodyFingerprint,

@@ -137,8 +137,8 @@ impl<K, A> IdempotencyLayer<K, A> {
     }
 
     /// The methods that the layer handles. Defaults to POST and PATCH. All other requests pass without a record, also with a key.
-    /// Unless you call this, the log has a line for the first such request with a key that is not [safe](Method::is_safe).
-    /// Requests that an outer layer has recorded are not logged.
+    /// Unless you call this, the layer logs the first such request that has a key and whose method is not
+    /// [safe](Method::is_safe). Requests that an outer layer has recorded are not logged.
     ///
     /// ```
     /// use axum::{Router, body::Body, http::Request, routing::put};
@@ -179,8 +179,8 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// that differ in them are different requests. Defaults to none.
     ///
     /// A change of this setting changes all fingerprints. Retries of earlier requests are then rejected as different requests,
-    /// 422 with HTTP, while their records are stored. If processes with both settings run, this also affects requests in flight
-    /// in a process with the other setting.
+    /// 422 with HTTP, while their records are stored. While processes with the old and the new setting run, a retry is also
+    /// rejected if the first request is in flight in a process with the other setting.
     ///
     /// # Panics
     ///
@@ -193,20 +193,19 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// fingerprints. Defaults to no secret.
     ///
     /// A change of the secret changes all fingerprints, with the effects of [`fingerprint_headers`](Self::fingerprint_headers).
-    /// So do not rotate it, or change it together with the location of the records, such as the prefix of the backend. Then
-    /// retries of earlier requests are executed again.
+    /// So do not rotate it. If you must, also change the location of the records, such as the prefix of the backend. Retries of
+    /// earlier requests are then executed again.
     pub fn fingerprint_secret(self, secret: impl AsRef<[u8]>) -> Self {
         self.with(|settings| settings.fingerprints = Fingerprints::new(secret.as_ref()))
     }
 
-    /// How long a response is stored. Defaults to a day. From [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`]; other values
-    /// are cut.
+    /// How long a response is stored. Defaults to a day. Clamped to [`Claim::MIN_RETENTION`] and [`Claim::MAX_RETENTION`].
     pub fn retention(self, retention: Duration) -> Self {
         self.with(|settings| settings.retention = retention.clamp(Claim::MIN_RETENTION, Claim::MAX_RETENTION))
     }
 
-    /// How long a process may be silent before the outcome of its requests is unknown. Defaults to 15 s, renewed after a third of
-    /// that. From [`Claim::MIN_LEASE`] to [`Claim::MAX_LEASE`]; other values are cut.
+    /// The lease of a running request. If its process does not renew the lease in time, the outcome of the request is unknown.
+    /// Defaults to 15 s. The process renews it after each third of that. Clamped to [`Claim::MIN_LEASE`] and [`Claim::MAX_LEASE`].
     pub fn lease(self, lease: Duration) -> Self {
         self.with(|settings| settings.lease = lease.clamp(Claim::MIN_LEASE, Claim::MAX_LEASE))
     }
@@ -258,10 +257,10 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// for callers that send more.
     ///
     /// * In memory the count is exact. The backend may reject earlier, if the caller has used its
-    ///   [share](crate::MemoryBackend#memory) of the room.
+    ///   [share](crate::MemoryBackend#memory) of the backend's memory.
     /// * With one Redis server, a record counts from its start for the lease and the retention, or for ten minutes after a
     ///   release. So it may count for up to a lease longer than it is stored, or for less time if its handler runs longer than
-    ///   the lease. A forgotten record counts until it would have expired.
+    ///   the lease. A record that an operator [forgets](crate::idempotency::IdempotencyAdmin::forget) counts until it would have expired.
     /// * On a cluster, the records of a caller are counted in 64 parts, selected by key. Each part has a 64th of the limit, and a
     ///   margin for uneven parts. So a caller may have up to `max + 32 * sqrt(max) + 400` records. While the slot of a part
     ///   moves between nodes, new keys of that part can fail as if Redis did not reply.
@@ -284,8 +283,8 @@ impl<K, A> IdempotencyLayer<K, A> {
         self.with(|settings| settings.max_body = bytes)
     }
 
-    /// How long the body of a retry may stall during its comparison. The same applies to the part of the body that the handler of
-    /// a further attempt has not read. Defaults to 10 s.
+    /// How long the body of a retry may stall while the layer compares it with the first request. If a retry executes the handler
+    /// again, this applies to the part of the body that the layer compares after the handler has responded. Defaults to 10 s.
     ///
     /// The time restarts with each part of the body that is not empty. The whole comparison may take up to
     /// [`max_runtime`](Self::max_runtime). A retry that is too slow is rejected, 408 with HTTP and `UNAVAILABLE` with gRPC. The

@@ -65,7 +65,7 @@ impl Settings {
         MaxRunning { in_total: self.max_running, per_scope: self.max_running_per_scope.unwrap_or(half) }
     }
 
-    /// The timeouts of a comparison. In total it may take as long as the handler.
+    /// The timeouts for comparing a request body with that of the previous attempt. In total, the comparison may take `max_runtime`.
     pub(super) fn compare_timeouts(&self) -> CompareTimeouts {
         CompareTimeouts { stall: self.body_timeout.min(FOREVER), total: self.max_runtime.min(FOREVER) }
     }
@@ -75,7 +75,7 @@ impl Settings {
         self.coordinator.check_times(Some(self.max_runtime))
     }
 
-    /// Whether a request passes without a record after this error. If so, it is logged.
+    /// Whether a request is served without a record after this error. If so, the first error of an outage is logged.
     pub(super) fn passes(&self, error: &StoreError) -> bool {
         if self.on_store_error == OnStoreError::Deny {
             return false;
@@ -87,13 +87,13 @@ impl Settings {
         true
     }
 
-    /// Logs the first request with a key that passes without a record, unless its method is safe or `methods` was called.
+    /// For a request whose method is not handled. Logs the first one with a key, unless its method is safe or `methods` was called.
     pub(super) fn passed<B>(&self, request: &Request<B>) {
         let (method, headers) = (request.method(), request.headers());
         if method.is_safe() || self.methods_are_known.load(Ordering::Relaxed) || !headers.contains_key(&self.header) {
             return;
         }
-        // An outer layer has a record.
+        // An outer layer records this request.
         if request.extensions().get::<IdempotencyHandle>().is_some() {
             return;
         }

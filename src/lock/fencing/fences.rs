@@ -33,7 +33,8 @@ impl FenceTable {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records a fence, unless it is smaller than an earlier one. The error is that larger fence.
+    /// Records a fence, unless it is smaller than the largest one of its key. A key that is not remembered is compared with the largest
+    /// forgotten fence of all keys. The error is the larger fence.
     pub(super) fn admit(&self, key: Key, fence: u64) -> Result<(), u64> {
         let mut seen = self.seen();
         let seen = &mut *seen;
@@ -56,7 +57,7 @@ impl FenceTable {
 }
 
 impl TableState {
-    /// Forgets the smallest fence of a few keys: old fences are least likely to return.
+    /// Of the next few keys, forgets the one with the smallest fence: an old fence is least likely to be sent again.
     fn forget_one(&mut self) {
         let len = self.largest.len();
         let indexes = (0..LOOKED_AT.min(len)).map(|step| (self.hand + step) % len);

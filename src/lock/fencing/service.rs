@@ -18,8 +18,8 @@ const FENCE_LIMIT: u64 = 1 << 53;
 
 /// A service that refuses small fences. See the [module docs](super) for examples.
 ///
-/// It is ready when the inner service is. If that holds a permit, for instance of a concurrency limit below this layer, a
-/// rejected request returns it unused.
+/// It is ready when the inner service is. If the inner service holds a permit once it is ready, for instance of a concurrency
+/// limit below this layer, a rejected request releases the permit.
 #[must_use]
 pub struct Fence<S, K, F, A = HttpResponder> {
     inner: S,
@@ -29,7 +29,7 @@ pub struct Fence<S, K, F, A = HttpResponder> {
 }
 
 impl<S, K, F, A> Fence<S, K, F, A> {
-    /// Wraps `inner` with the table of `layer`, without a stack of layers.
+    /// Wraps `inner` as `layer` does, without a `ServiceBuilder`. The service shares the table of fences with the clones of `layer`.
     pub fn new(inner: S, layer: FenceLayer<K, F, A>) -> Self {
         let (shared, fences, answer) = layer.into_parts();
         Self { inner, shared, fences, answer }
@@ -58,7 +58,7 @@ impl<S, K, F, A> Fence<S, K, F, A> {
         let (key, fence) = &*self.shared;
         let key = key.extract_key(request).filter(|key| !key.is_empty());
         let key = key.ok_or(Rejection::MissingKey(MissingKey))?;
-        // No store grants such a fence, and it would shut out all later requests.
+        // No store grants a fence of this limit or more. If the table kept one, it would refuse all later requests for the key.
         let fence = fence(request).filter(|fence| *fence < FENCE_LIMIT);
         let fence = fence.ok_or(Rejection::MissingFence(MissingFence))?;
         self.fences.admit(key, fence).map_err(|min| Rejection::Stale(StaleFence::new(fence, min)))

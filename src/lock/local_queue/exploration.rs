@@ -1,5 +1,5 @@
-//! Explores three callers that want one key in every order of enter, poll, drop, reply, timeout, loss and release. The queue and the deliveries are
-//! production code. This file simulates the store, the clock, and the channels and tasks between them.
+//! Three callers want one key. Explores every order of their events: enter, poll, drop, reply, timeout, loss and release. The queue and the
+//! deliveries are production code. This file simulates the store, the clock, and the channels and tasks between them.
 
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -11,11 +11,11 @@ use super::{LeaderState, LocalQueue, ReleaseTarget};
 use crate::lock::delivery::{Delivery, Expired, Polled};
 
 const CALLERS: usize = 3;
-/// A grace of 5 ms, and so 1 ms until a task drives the call.
+/// The grace period of a delivery is a third of it, 5 ms. A task takes over an unpolled call after a fifth of that, 1 ms.
 const TTL: Duration = Duration::from_millis(15);
 const WAITS: [u64; CALLERS] = [0, 2, 6];
 
-/// A lease by its number. The numbers of leases that are gone are used again.
+/// The number of a lease. Numbers of ended leases are reused.
 type Lease = u8;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -24,7 +24,7 @@ enum Outcome {
     Busy,
 }
 
-/// How a caller gets the leader role.
+/// The state of a caller's call for the lock.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Call {
     None,
@@ -53,7 +53,7 @@ struct World {
     callers: [Caller; CALLERS],
     /// The lease in the store.
     stored: Option<Lease>,
-    /// Whether it is being released.
+    /// Whether the lease in the store is being released.
     releasing: bool,
     /// Calls that continue after their caller was dropped.
     abandoned: u8,
@@ -72,7 +72,7 @@ enum Event {
     Time,
     /// The store has completed a release.
     Returned,
-    /// The holder releases the lease, which is good enough for the next caller or not.
+    /// The holder releases the lease. `is_good`: whether the lease meets the terms of the next waiter.
     Release {
         is_good: bool,
     },
@@ -221,7 +221,7 @@ impl World {
         }
     }
 
-    /// Polls the call of a caller. Returns whether it is over, and completed.
+    /// Polls the call of a caller. If the call ends, completes the delivery and returns true.
     fn drive(&mut self, at: usize) -> bool {
         let now = self.now;
         let outcome = match self.callers[at].call.clone() {
@@ -248,7 +248,7 @@ impl World {
         true
     }
 
-    /// A task is polled whenever there is something for it.
+    /// Polls the calls of detached callers, as their tasks would, until no call can progress.
     fn run_tasks(&mut self) {
         for _ in 0..CALLERS * 4 {
             for at in 0..CALLERS {
@@ -287,7 +287,7 @@ impl World {
             self.queue.as_mut().expect("a leader has a queue").granted(lease);
         }
         match self.leader() {
-            // Another process holds it: the leader retries while it waits.
+            // The store refuses, because another lease is live: the leader retries while it waits.
             Some(at) if is_answer && lease.is_none() && self.now < self.callers[at].wait_end => {}
             Some(at) => self.callers[at].call = Call::Replied(lease),
             None => {
@@ -369,8 +369,8 @@ impl World {
         hasher.finish()
     }
 
-    /// Runs until no step is left, with a store that replies and holders that release. Only `polled` are polled. `settled` are
-    /// states that are known to end.
+    /// Runs until no step is left, with a store that replies and holders that release. Only the callers in `polled` are polled. `settled`
+    /// contains the digests of states that are known to end.
     fn settle(mut self, polled: &[usize], settled: &mut HashSet<u64>) {
         for _ in 0..100 {
             if !settled.insert(self.digest()) {
@@ -403,7 +403,7 @@ impl World {
 fn three_callers_are_served_in_every_order() {
     let mut seen = HashSet::new();
     let mut left = vec![World::new(Instant::now())];
-    // No caller is polled any more, one of them is, or all are.
+    // The callers that are still polled: none, one or all.
     let mut rests = [&[][..], &[0], &[1], &[2], &[0, 1, 2]].map(|polled| (polled, HashSet::new()));
     while let Some(world) = left.pop() {
         if !seen.insert(world.digest()) {

@@ -47,7 +47,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         known.any(|descriptor| descriptor.enforced && descriptor.policy(&self.policy).can_never_allow(cost))
     }
 
-    /// Decides about all descriptors, whose policies are resolved. After an error, some of them may have a decision.
+    /// Decides about all descriptors. Their policies must be resolved. After an error, some descriptors may have a decision.
     pub(super) async fn decide(&self, descriptors: &mut [Descriptor], cost: u64) -> Result<(), StoreError> {
         let decider = Decider::new(&*self.store, &self.policy, descriptors, cost);
         // Without a wait queue or a resolver, the decision about a single descriptor was already tried when the request arrived.
@@ -90,6 +90,9 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
         }
         if decider.call_enforced(descriptors).await? {
             circuits.store.answered(self);
+        }
+        if undecided(descriptors, false).is_empty() {
+            return Ok(());
         }
         let only_shadow_left = all_enforced_are_decided(descriptors);
         if only_shadow_left && circuits.shadow.admit().is_err() {

@@ -2,7 +2,7 @@
 //!
 //! As with checks, a few calls at a time are sent directly, and further ones share batches. Each acquisition and release has its own
 //! answer. If the script skips a call or Redis rejects the batch, the caller repeats the call, directly and with the same token, which is
-//! harmless. After a timeout or lost connection, the callers get the error. So foreign data under one key never fails other calls.
+//! harmless. So foreign data under one key never fails other calls. After a timeout or lost connection, the callers get the error.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,8 +24,8 @@ use crate::error::StoreError;
 use crate::lock::LockKey;
 use crate::lock::store::{Acquired, Claim, Token};
 
-/// A command costs Redis as much as six locks, so larger batches are better. Callers do more between two locks than between two checks. With
-/// a third of them in each batch, Redis does not wait for them, and late callers use a fourth batch.
+/// A command costs Redis as much as six locks, so larger batches are better. Callers do more between two locks than between two checks.
+/// With a third of the callers in each batch, Redis does not wait for the callers. Late callers use a fourth batch.
 const CONFIG: BatchConfig = BatchConfig {
     max_unbatched: 8,
     linger: Duration::from_micros(200),
@@ -35,14 +35,14 @@ const CONFIG: BatchConfig = BatchConfig {
     max_full_in_flight: 4,
 };
 
-/// Batches of acquisitions and releases, on the connections of releases, where they do not wait behind requests.
+/// Batches of acquisitions and releases, on the dedicated connections, where they do not wait behind checks.
 pub(crate) struct LockBatcher(Batcher<Pending>);
 
 /// A pending acquisition or release.
 struct Pending {
     lock: LockKey,
     token: Token,
-    // TTL, number of fences and floor of an acquisition; `None` for a release.
+    // The fields `ttl`, `fences` and `floor` of the `Claim` of an acquisition; `None` for a release.
     claim: Option<(Duration, u32, u64)>,
     reply: oneshot::Sender<Answer>,
 }
@@ -70,7 +70,7 @@ impl LockBatcher {
         Ok(answer.map(acquired))
     }
 
-    /// The number of listeners after a batched release; `None` to call directly.
+    /// The number of subscribers that a batched release has notified; `None` to call directly.
     pub(crate) async fn release(&self, lock: &LockKey, token: &Token) -> Result<Option<u64>, StoreError> {
         let pending = |reply| Pending::to_release(lock, token, reply);
         match self.0.submit(pending).await {

@@ -68,7 +68,8 @@ pub(crate) fn is_admitted(reply: &[u8]) -> bool {
     reply.first() == Some(&ADMITTED)
 }
 
-/// How long counts matter after they were written, debts included, plus a quarter, because the scripts do not write the expiry each time.
+/// The longest time for which written counts can affect a decision, for instance until the largest debt is refilled. A quarter is added,
+/// because the scripts do not write the expiry each time.
 fn time_to_live_ms(params: &[LimitParams]) -> u64 {
     let longest = params.iter().map(|params| match params.algorithm {
         Algorithm::TokenBucket => params.longest_refill(),
@@ -198,7 +199,7 @@ impl Reader<'_> {
         (integer as f64 == number && (0..=EXACT).contains(&integer)).then_some(integer as u64)
     }
 
-    /// The stored parameters of the limit at the position of this one.
+    /// The stored parameters of a limit. `params` are those of the limit at the same position in the current policy.
     fn params(&mut self, params: &LimitParams) -> Option<LimitParams> {
         if params.algorithm == Algorithm::TokenBucket {
             let [span, step] = [self.integer(7)?, self.integer(7)?];

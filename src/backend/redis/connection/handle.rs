@@ -41,7 +41,7 @@ pub(crate) struct Connection {
 struct Health {
     opened: Instant,
     broken: AtomicBool,
-    // When the oldest command without any later reply was sent, in µs since `opened`, plus one. Zero: there is none.
+    // When the first command was sent that was abandoned late since the last reply, in µs since `opened`, plus one. Zero if there is none.
     silent_since: AtomicU64,
     // When the last command with a reply was sent, by the pool's clock. At first the time of opening.
     last_reply: AtomicU64,
@@ -134,7 +134,7 @@ impl Connection {
             Ok(_) | Err(_) => watch.replied(),
         }
         // The client library returns an error of the server as a `Value::ServerError`. The caller handles an error inside an array, which
-        // concerns one element. Only an error of a replica marks the connection in either case.
+        // concerns one element. In both cases, only an error of a replica marks the connection as broken.
         let is_from_replica =
             |value: &Value| matches!(value, Value::ServerError(error) if error::is_from_replica(&error.clone().into()));
         let is_from_replica = match &reply {

@@ -32,11 +32,11 @@ pub(crate) struct Subscriber {
 /// What wakes a listener.
 #[derive(Clone, Copy)]
 pub(crate) enum Interest {
-    /// Each message for all, and each possible loss of messages.
+    /// Each message without a token, and each possible loss of messages.
     Changes,
-    /// Like `Changes`, and each message for this token.
+    /// Like `Changes`, and each message with this token.
     Turn(Token),
-    /// Each message for all, and nothing else.
+    /// Each message without a token, and nothing else.
     Messages,
 }
 
@@ -72,7 +72,7 @@ impl Subscriber {
         if timeout(CONFIRMATION_TIMEOUT, is_confirmed.wait_for(|is_confirmed| *is_confirmed)).await.is_ok() {
             changes.mark_unchanged();
         } else {
-            // Messages may get lost.
+            // Messages may be lost before the confirmation, so notify the listener at once.
             changes.mark_changed();
         }
         Notifications::new(changes, Arc::new(listener)).with_messages(messages)
@@ -206,7 +206,7 @@ impl Refusals {
     /// How long to wait after one more refusal.
     fn pause(&mut self, channel: &str) -> Duration {
         self.pause = (self.pause * 2).clamp(UNASSIGNED_PAUSE, MAX_REFUSAL_PAUSE);
-        // While a slot moves, nodes may disagree for a moment.
+        // While a slot moves, nodes may disagree for a moment, so only repeated refusals are logged.
         if self.pause == MAX_REFUSAL_PAUSE && !std::mem::replace(&mut self.is_logged, true) {
             tracing::warn!(
                 channel,
@@ -296,7 +296,7 @@ mod tests {
         assert!(subscriber.listens_to("lock:a"));
         assert_eq!(missing(), Some(Permission::Channels));
 
-        // Until the user may subscribe to the channel.
+        // The permission is missing until the user may subscribe to the channel.
         let _wanted = subscriber.listen("operation:b".into(), Interest::Changes);
         sync(shared, &Server::Only, &mut listener, &mut subscriptions).await.unwrap();
         assert_eq!(missing(), Some(Permission::Channels));

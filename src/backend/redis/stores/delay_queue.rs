@@ -25,7 +25,7 @@ impl DelayQueueStore for RedisBackend {
             let Inner { servers, keys, scripts, auxiliary, .. } = &*self.inner;
             PushBatcher::new(Arc::clone(servers), Arc::clone(keys), Arc::clone(scripts), auxiliary.runtime())
         });
-        // Held until the reply arrives.
+        // Held until the reply arrives. Without a permit, a single job is pushed in a batch.
         let permit = pushes.try_direct();
         if let ([job], None) = (jobs, &permit)
             && let Some(admission) = pushes.push(queue, job, max_jobs).await
@@ -55,7 +55,8 @@ impl DelayQueueStore for RedisBackend {
     async fn claim(&self, queue: &QueueKey, finished: &[Ack], claim: &Claim) -> Result<Claimed, StoreError> {
         let Inner { servers, keys, scripts, auxiliary, .. } = &*self.inner;
         let keys = keys.delay_queue(queue);
-        // A claim has the deadline of its worker. A call that only finishes jobs is retried, preferably over another connection.
+        // A call that claims has the deadline of its worker. A call that only finishes jobs has the shorter response timeout, because it is
+        // retried, preferably over another connection.
         let timeout = match claim.limit {
             0 => auxiliary.response_timeout(),
             _ => Claim::call_timeout(claim.lease).max(auxiliary.response_timeout()),
@@ -250,7 +251,7 @@ impl RedisBackend {
         }
         let reply = self.control(queue, script, &names).await?;
         match &reply {
-            // Fewer than requested if the jobs are large.
+            // The script answers for fewer jobs than requested if they are large.
             Value::Array(answers) if (1..=names.len()).contains(&answers.len()) => {
                 Ok(answers.iter().map(|answer| *answer == Value::Int(1)).collect())
             }
@@ -298,8 +299,8 @@ impl RedisBackend {
     }
 }
 
-/// How many of these one call finishes. A retry, snooze, release or death takes the server several times as long as a removal, and no
-/// script may block it for long.
+/// How many acks of `finished` one call sends. A retry, snooze, release or death takes the server several times as long as a removal, and
+/// no script may block the server for long.
 fn at_once(finished: &[Ack]) -> usize {
     let mut others = 0;
     let is_short = |finish: &&Ack| {
@@ -373,7 +374,7 @@ fn claimed(reply: &Value, finishes: &PackedFinishes) -> Option<Claimed> {
         next: Some(Duration::from_millis(u64::try_from(*next_ms).ok()?)),
         oldest_due: u64::try_from(*oldest_ms).ok().map(Duration::from_millis),
         expired,
-        // A malformed ID is no ID of a job.
+        // Skip malformed IDs: no job has one.
         died: died.flatten().collect(),
         now: UNIX_EPOCH + Duration::from_micros(u64::try_from(*now_us).ok()?),
     })

@@ -58,8 +58,8 @@ impl LockStore for RedisBackend {
     }
 
     async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
-        // One script for each shard, all at once. Replies are in the order of the shards, in which the leases of a semaphore are
-        // adjacent.
+        // One concurrent script call for each shard. The renewals are sorted, so that the leases of one semaphore are adjacent, as the
+        // script expects. The answers are put back into the order of `renewals`.
         let mut order: Vec<_> = (0..renewals.len()).collect();
         order.sort_by_cached_key(|&i| (self.shard(&renewals[i].lock), renewals[i].lock.known_hash()));
         let sorted: Vec<_> = order.iter().map(|&i| &renewals[i]).collect();
@@ -75,7 +75,7 @@ impl LockStore for RedisBackend {
         Ok(answers)
     }
 
-    /// The keys that one script can reach: one slot on a cluster, all keys on a single server.
+    /// One script reaches all keys of a shard. A shard is a slot on a cluster, and the whole server otherwise.
     fn shard(&self, lock: &LockKey) -> u32 {
         let Inner { servers, keys, .. } = &*self.inner;
         if servers.is_cluster() { slot(&keys.lease(lock)).into() } else { 0 }
@@ -84,7 +84,7 @@ impl LockStore for RedisBackend {
     async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
         let Inner { keys, auxiliary, .. } = &*self.inner;
         let released = |(was_held, listeners)| {
-            // This backend may be subscribed itself, still or again.
+            // `listeners` includes this backend if it is subscribed. Only other listeners count.
             let listens = |subscriber: &Subscriber| subscriber.listens_to(&keys.free_channel(lock));
             let ours = listeners > 0 && auxiliary.subscriber.get().is_some_and(listens);
             Released { was_held, is_wanted: listeners > u64::from(ours) }
@@ -146,7 +146,7 @@ impl RedisBackend {
         self.inner.auxiliary.dedicated.publish_command()
     }
 
-    /// The batches of concurrent calls.
+    /// Batches concurrent calls. `None` on a cluster.
     fn lock_batcher(&self) -> Option<&LockBatcher> {
         let Inner { servers, scripts, keys, auxiliary, lock_batcher, .. } = &*self.inner;
         let start = || {
@@ -182,7 +182,7 @@ impl RedisBackend {
         let names = [&lease, &queue, &positions].map(String::as_str);
         let release = |names| scripts.lock.release(&auxiliary.dedicated, names, token, &channel, self.publish());
         let reply = match release(&names).await {
-            // While the slot moves, this releases only the lease. Queued waiters notice it when they poll, once a second.
+            // While the slot moves, this releases only the lease. Queued waiters notice the release when they poll, once a second.
             Err(error) if is_refused_for_now(&error) => release(&names[..1]).await,
             reply => reply,
         };

@@ -13,12 +13,12 @@ const fn secs(secs: u64) -> Duration {
 struct Worker {
     now: Instant,
     partitions: Vec<Partition>,
-    // Without the partitions.
+    // Its `partitions` are empty: `plan` sets them.
     state: State<'static>,
 }
 
 impl Worker {
-    /// A worker of a queue in so many partitions, before its first claim. It polled its service, and `ready` instances are ready.
+    /// A worker of a queue with this many partitions, before its first claim. It polled its service, and `ready` instances are ready.
     fn polled(partitions: u16, ready: usize) -> Self {
         let now = Instant::now();
         let state = State {
@@ -42,7 +42,7 @@ impl Worker {
         Self { now, partitions, state }
     }
 
-    /// A worker of which the store says that no job is due.
+    /// A worker after the store replied that no job is due.
     fn idle() -> Self {
         let mut worker = Self::polled(1, 0);
         worker.state.progress = Progress::Polled { wanted: 0, is_pending: false };
@@ -54,7 +54,7 @@ impl Worker {
         &mut self.partitions[0]
     }
 
-    /// Lets so many results of the first partition wait for a call.
+    /// Adds this many unrecorded results to the first partition.
     fn add_acks(&mut self, acks: u64) {
         for token in 0..acks {
             let lease = JobLease { id: JobId::new("job"), token, unique: None };
@@ -66,7 +66,7 @@ impl Worker {
         plan(self.now, &State { partitions: &self.partitions, ..self.state })
     }
 
-    /// Carries out the calls that the worker plans, as if none were answered, and returns them.
+    /// Starts the calls that the worker plans, and returns them. None of them gets a reply.
     fn calls(&mut self) -> Vec<Call> {
         let mut calls = Vec::new();
         while let Action::Call(call) = self.plan() {
@@ -288,7 +288,7 @@ fn probe_of_one_of_several_parts_claims_nothing() {
     assert_eq!(worker.calls(), [call(0, 0, 0), call(1, 0, 8)]);
 }
 
-// What the store relies on this worker for.
+// Calls that record and claim nothing: they hand the timekeeper role over, or refresh the age of due jobs.
 
 #[test]
 fn timekeeper_without_a_ready_service_hands_over() {
@@ -359,7 +359,7 @@ fn worker_waits_for_one_more_service() {
 
 // The shutdown.
 
-/// What a worker of this stage does next, if so many jobs run.
+/// The current instant, and the next action of a worker in this stage while this many jobs run.
 fn next_stage(stage: impl Fn(Instant) -> Stage, running: usize) -> (Instant, Action) {
     let mut worker = Worker::idle();
     (worker.state.stage, worker.state.running) = (stage(worker.now), running);
