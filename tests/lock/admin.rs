@@ -203,8 +203,8 @@ async fn failed_release_does_not_hide_the_loss_of_another_lock() {
     let (admin, faults) = (LockAdmin::new(backend, "accounts"), store.faults());
     let outcome = Locks::new(store, "accounts").lock_all(["a", "b"]).run(async |_| {
         assert_eq!(admin.force_release("b").await.unwrap().holders, 1);
-        // The release of `a` fails.
-        faults.fail_next(1, Failure::Unavailable);
+        // The release of `a` fails, with an error that is not tried again at once.
+        faults.fail_next(1, Failure::Unauthorized);
     });
     match outcome.await {
         Err(RunError::Unprotected { lost, .. }) => assert_eq!(*lost.lock(), LockKey::new("accounts", "b")),
