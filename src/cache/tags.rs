@@ -50,7 +50,7 @@ impl Generations {
         if self.are_cached(tags) {
             return Ok(true);
         }
-        // A generation may have been replaced since it was read, so one that differs is read again.
+        // A generation may have been replaced since it was read, so a generation that differs is read again.
         let unknown = tags.iter().filter(|tag| self.cached(&tag.tag) != Some(tag.generation));
         let current = join_all(unknown.map(|tag| self.is_current(client, cache, tag))).await;
         current.into_iter().try_fold(true, |all, is_current| Ok(all && is_current?))

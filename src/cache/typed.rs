@@ -341,7 +341,7 @@ impl<T: Send + Sync + 'static, C: Codec<T> + Send + Sync + 'static> Cache<T, C> 
         self.serve(self.key(key), LoaderFn(loader)).await
     }
 
-    /// The values of several keys, without those that are absent.
+    /// The values of several keys. Absent values are left out.
     ///
     /// Like [`get_or_fill`](Self::get_or_fill) for each key, but this process calls `loader` once, with all keys that it has to load. Keys
     /// without a value in the map that it returns are absent. If another process fails to load a key, `loader` may be called again for it.

@@ -100,8 +100,8 @@ impl<T> Job<T> {
     /// The fencing token: larger than the token of each earlier attempt. Store it with the data that the service changes, and reject smaller
     /// tokens: they come from a worker that stalled for longer than its lease.
     ///
-    /// The order holds while the primary keeps the last claim: also if processes stall or crash, or if the primary's clock is set back by
-    /// up to ten minutes. If a failover loses the last claim, the next token comes from the clock of the new primary. The order then holds
+    /// The order holds while the primary keeps the last claim. Processes may stall or crash, and the primary's clock may be set back by up to
+    /// ten minutes. If a failover loses the last claim, the next token comes from the clock of the new primary. The order then holds
     /// if that clock is behind the old one by less than the time since the lost claim.
     #[must_use]
     pub fn fence(&self) -> u64 {

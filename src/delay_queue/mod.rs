@@ -186,8 +186,8 @@
 //!
 //! In Redis, one idle worker sleeps until the next job is due; in memory, all idle workers do. The timer follows the store's clock.
 //! When a job with an earlier due time is pushed, the store wakes one worker through a separate connection. In case the sleeping worker has
-//! died, a few others also check, 200 to 350 ms after the next job is due or the first lease has ended. If the sleeping worker has died, a
-//! job that was pushed at least 5 s before its due time is at most half a second late, and any other job at most 5 s. Since notifications
+//! died, a few others also check, 200 to 350 ms after the next job is due or the first lease has ended. Then a job that was pushed at least
+//! 5 s before its due time is at most half a second late. Any other job is at most 5 s late. Since notifications
 //! can get lost, each worker also checks every five seconds, in each partition of a [split](DelayQueue::split) queue. An idle worker makes
 //! no other calls. A worker that has no capacity for due jobs wakes another one.
 //!
@@ -228,7 +228,7 @@
 //! | `tollgate_job_lateness_seconds` | a histogram: the time from due to claimed; for a snoozed job, from when it was first due |
 //! | `tollgate_job_seconds` | a histogram: how long attempts ran |
 //! | `tollgate_jobs_running` | jobs that are running in this process |
-//! | `tollgate_jobs_oldest_due_seconds` | the age of the oldest due job that is not claimed, as the store reported it to a worker of this process. At most five seconds old, unless the store fails. A snoozed job that has returned counts from when it was first due. 0 if no job is due, **and after a worker has ended**, until another worker of this process makes a call |
+//! | `tollgate_jobs_oldest_due_seconds` | the age of the oldest due job that is not claimed, as the store reported it to a worker of this process. At most five seconds old, unless the store fails. A snoozed job that has returned counts from when it was first due. 0 if no job is due. **Also 0 after a worker has ended**, until another worker of this process makes a call |
 //! | `tollgate_job_store_errors_total` | store calls that failed: of workers, of pushes, and of calls that read or change jobs |
 //! | `tollgate_job_pushes_total` | pushed jobs, by `outcome`: `new`, `exists`, `full`, `failed` (the store failed, the circuit was open, or the push was dropped). Pushes in your own [pipeline](PreparedPush) are not counted |
 //! | `tollgate_job_circuit_transitions_total` | [circuits](DelayQueue::circuit_breaker) that opened and closed, by `state`: `open`, `closed` |

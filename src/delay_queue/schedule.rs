@@ -187,9 +187,9 @@ where
     /// Removes the waiting jobs of future times, for a schedule that was changed or dropped. Call it when no process pushes for the schedule any
     /// more. Returns whether there was such a job.
     ///
-    /// It covers the times of the schedule within the next hour, because the clock of a pushing process may have been ahead by that much, and
-    /// the first time after that. For each of them it calls the store once, so up to 3,601 times for a schedule with a time every second, and
-    /// once more for each removal. The current time is read from the clock of this process. If a test has paused tokio's clock, the time
+    /// It covers the times of the schedule within the next hour, and the first time after that: the clock of a pushing process may have been
+    /// an hour ahead. It calls the store once for each of them, and once more for each removal. A schedule with a time every second has 3,601.
+    /// The current time is read from the clock of this process. If a test has paused tokio's clock, the time
     /// advances with that clock from when this value was created.
     ///
     /// If the store's clock is ahead, one of these jobs may be running already: it finishes. A job that starts between the two calls about it

@@ -248,8 +248,7 @@ impl Shard {
         self.lease(key, now).is_some_and(|lease| lease.state == LeaseState::Held(*token))
     }
 
-    /// Sets a lease or a mark. If the shard has `capacity` of them, it removes those that have ended. If that is not enough, it removes all
-    /// marks.
+    /// Sets a lease or a mark. If the shard has `capacity` of them, it removes the ended ones. If that is not enough, it removes all marks.
     fn set_lease(&mut self, key: CacheKey, lease: Lease, now: Instant) {
         if self.leases.len() >= self.capacity && !self.leases.contains_key(&key) {
             self.leases.retain(|_, lease| now < lease.ends);

@@ -30,8 +30,8 @@ pub(super) struct QueueTable {
 #[derive(Default)]
 struct Queues {
     all: HashMap<QueueKey, Queue>,
-    // One entry for each queue with unique keys that are held for a time: the time in ms at which the first of them expires, and the
-    // name and the partition of the queue. Used to find expired keys of all queues.
+    // Finds expired unique keys of all queues. An entry has the time in ms at which the first key of a queue expires, and the name and the
+    // partition of the queue.
     ends: BTreeSet<(u64, Box<str>, u16)>,
     // The number and the bytes of dead jobs.
     dead: usize,

@@ -594,7 +594,7 @@ fn slots_command() -> Cmd {
     command
 }
 
-/// Host and port in the reply of a node. If a node does not know its own host, the host is the one that the client connected to.
+/// Host and port in the reply of a node. A node that does not know its own host is at the host of `sender`.
 fn address(node: &Value, sender: &Address) -> Option<Address> {
     let Value::Array(node) = node else { return None };
     let [host, Value::Int(port), ..] = &**node else { return None };

@@ -127,8 +127,8 @@ impl ExistsFilter {
 
     /// Whether the key may exist. False means that it was not added since the last rebuild.
     ///
-    /// True for every key if there is no filter: before the first rebuild, after the [`ttl`](Self::ttl), and if the store has evicted the
-    /// filter or the data is damaged. Also true if the reply comes more than one second after this process has read the ids of the
+    /// True for every key if there is no filter: before the first rebuild, and after the [`ttl`](Self::ttl). The same holds if the store has
+    /// evicted the filter or the data is damaged. Also true if the reply comes more than one second after this process has read the ids of the
     /// versions: the filter may have changed meanwhile.
     ///
     /// # Errors

@@ -92,6 +92,7 @@ impl<B: RateLimitStore + Sync> LayerConfig<B> {
             circuits.store.answered(self);
         }
         if undecided(descriptors, false).is_empty() {
+            // Without a call there is no probe of the circuit of shadow policies.
             return Ok(());
         }
         let only_shadow_left = all_enforced_are_decided(descriptors);

@@ -22,8 +22,8 @@ use crate::backend::redis::sentinel::PrimaryTerm;
 const MIN_BACKOFF: Duration = Duration::from_millis(10);
 /// The longest pause. It is short enough for the pool to recover within a second of the server's return.
 const MAX_BACKOFF: Duration = Duration::from_millis(250);
-/// After a failed attempt, calls without a connection fail at once with its error until the next attempt should be over: for the next
-/// pause, plus the duration of the failed attempt, plus this margin. Under load there is an attempt after every pause. After a lull the
+/// After a failed attempt, calls without a connection fail at once with its error until the next attempt should be over. This time is the
+/// next pause, the duration of the failed attempt, and this margin. Under load there is an attempt after every pause. After a lull the
 /// state of the server is unknown, so a call waits for the attempt that it triggers.
 const FAILURE_VALIDITY: Duration = Duration::from_millis(100);
 
